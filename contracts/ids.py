@@ -1,0 +1,28 @@
+"""Identifiers: request ids (UUIDv7, so that the id tells its own time) and incarnation names."""
+
+import os
+import secrets
+import time
+import uuid
+
+
+def request_id(now_ms: int | None = None) -> str:
+    """A new UUIDv7 (RFC 9562 section 5.7): 48 bits of Unix milliseconds, then random bits. 36 characters."""
+    milliseconds = time.time_ns() // 1_000_000 if now_ms is None else now_ms
+    value = (milliseconds & (1 << 48) - 1) << 80 | int.from_bytes(os.urandom(10))
+    value = value & ~(0xF << 76) | 0x7 << 76
+    value = value & ~(0x3 << 62) | 0x2 << 62
+    return str(uuid.UUID(int=value))
+
+
+def created_ms(identifier: str) -> int:
+    """Unix milliseconds inside a UUIDv7; raises ValueError for anything else."""
+    value = uuid.UUID(identifier)
+    if value.version != 7:
+        raise ValueError(f"not a UUIDv7: {identifier}")
+    return value.int >> 80
+
+
+def incarnation(kind: str) -> str:
+    """A new name for one life of a process, such as ``w-3f9a1c20d4e5``; a restarted process takes a new one."""
+    return f"{kind}-{secrets.token_hex(6)}"

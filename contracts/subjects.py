@@ -1,0 +1,203 @@
+"""Subjects of the bus: how names become subject tokens, and every subject that Headrace uses.
+
+A name (tenant, model, version, worker) is kept reversibly and without collisions: each byte of its UTF-8 form
+outside ``[A-Za-z0-9-]`` becomes ``_`` and two lower-case hex digits. A token that starts with ``_`` and no hex
+digits can therefore never be a name; ours (``_gw``) start so.
+"""
+
+import re
+
+MAX_NAME_BYTES = 128
+"""Longest name in UTF-8 bytes, before encoding (DESIGN.md section 4)."""
+
+_PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-")
+_TOKEN = re.compile(r"(?:[A-Za-z0-9-]|_[0-9a-f]{2})+\Z")
+
+
+class InvalidName(ValueError):
+    """A name or token that cannot stand in a subject; the text says why."""
+
+
+def encode(name: str) -> str:
+    """Subject token of ``name``; raises InvalidName when it is empty, too long or not encodable as UTF-8."""
+    try:
+        raw = name.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidName("the name holds a lone surrogate, which has no UTF-8 form") from error
+    if not raw:
+        raise InvalidName("the name is empty")
+    if len(raw) > MAX_NAME_BYTES:
+        raise InvalidName(f"the name has {len(raw)} bytes; at most {MAX_NAME_BYTES} are kept")
+    return "".join(chr(byte) if byte in _PLAIN else f"_{byte:02x}" for byte in raw)
+
+
+def decode(token: str) -> str:
+    """The name that ``encode`` made ``token`` from; raises InvalidName for anything that encode cannot give."""
+    if not _TOKEN.match(token):
+        raise InvalidName(f"not an encoded name: {token!r}")
+    raw = bytearray()
+    position = 0
+    while position < len(token):
+        if token[position] == "_":
+            byte = int(token[position + 1 : position + 3], 16)
+            if byte in _PLAIN:
+                raise InvalidName(f"not an encoded name: {token!r} escapes a plain character")
+            raw.append(byte)
+            position += 3
+        else:
+            raw.append(ord(token[position]))
+            position += 1
+    try:
+        name = raw.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidName(f"not an encoded name: {token!r} is not UTF-8") from error
+    if len(raw) > MAX_NAME_BYTES:
+        raise InvalidName(f"not an encoded name: {len(raw)} bytes")
+    return name
+
+
+# Streams --------------------------------------------------------------------------------------------------
+
+
+def request(model: str, tenant: str) -> str:
+    """Where a gateway publishes an admitted request (stream REQUESTS)."""
+    return f"req.v1.{encode(model)}.{encode(tenant)}"
+
+
+def requests_of(model: str) -> str:
+    return f"req.v1.{encode(model)}.*"
+
+
+def work(model: str, version: str, worker: str) -> str:
+    """Where the scheduler publishes a dispatched attempt for one worker incarnation (stream WORK)."""
+    return f"work.v1.{encode(model)}.{encode(version)}.{encode(worker)}"
+
+
+def work_of(model: str) -> str:
+    return f"work.v1.{encode(model)}.>"
+
+
+def attempt(model: str, request_id: str, attempt_number: int) -> str:
+    """Where the terminal event of one attempt is stored, once (stream ATTEMPTS)."""
+    return f"attempt.v1.{encode(model)}.{encode(request_id)}.{attempt_number}"
+
+
+def attempts_of(model: str) -> str:
+    return f"attempt.v1.{encode(model)}.>"
+
+
+# Requests with an answer ----------------------------------------------------------------------------------
+
+
+def admit(model: str) -> str:
+    """Admission request to the model's scheduler."""
+    return f"admit.v1.{encode(model)}"
+
+
+def cancel(model: str, tenant: str) -> str:
+    """Cancel request to the model's scheduler; the tenant is what the sender may cancel for."""
+    return f"cancel.v1.{encode(model)}.{encode(tenant)}"
+
+
+def cancels_of(model: str) -> str:
+    return f"cancel.v1.{encode(model)}.*"
+
+
+def status(model: str, tenant: str) -> str:
+    """Question to the model's scheduler about one request."""
+    return f"status.v1.{encode(model)}.{encode(tenant)}"
+
+
+def statuses_of(model: str) -> str:
+    return f"status.v1.{encode(model)}.*"
+
+
+def submit(tenant: str, model: str) -> str:
+    """Front door of internal services: any gateway answers."""
+    return f"submit.v1.{encode(tenant)}.{encode(model)}"
+
+
+SUBMITS = "submit.v1.*.*"
+
+
+def tenant_and_model_of_submit(subject: str) -> tuple[str, str]:
+    """Tenant and model of a ``submit`` subject; raises InvalidName."""
+    parts = subject.split(".")
+    if len(parts) != 4:
+        raise InvalidName(f"not a submit subject: {subject!r}")
+    return decode(parts[2]), decode(parts[3])
+
+
+def tenant_of_last_token(subject: str) -> str:
+    """Tenant of a ``cancel``, ``status``, ``frames`` or ``req`` subject; raises InvalidName."""
+    return decode(subject.rsplit(".", 1)[1])
+
+
+def control(worker: str) -> str:
+    """Orders of the scheduler to one worker incarnation."""
+    return f"ctl.v1.{encode(worker)}"
+
+
+def frames(worker: str, tenant: str) -> str:
+    """Question to a worker for frames that were missed; the tenant is whose streams the sender may read."""
+    return f"frames.v1.{encode(worker)}.{encode(tenant)}"
+
+
+def frames_of(worker: str) -> str:
+    return f"frames.v1.{encode(worker)}.*"
+
+
+DEAD_ATTEMPTS = "dead.v1.attempts"
+"""Attempt events that the ledger refused (stream DEAD_LETTERS)."""
+
+USAGE = "usage.v1.query"
+"""Question to the ledger about usage."""
+
+QUEUES = "queues.v1"
+"""Question to a model's scheduler about its live queues: ``queues.v1.<model>``."""
+
+
+def queues(model: str) -> str:
+    return f"{QUEUES}.{encode(model)}"
+
+
+# Heartbeats: one subscription gets them all, and the observer's own ticks too ------------------------------
+
+HEARTBEATS = "hb.v1.>"
+
+
+def worker_heartbeat(model: str, worker: str) -> str:
+    return f"hb.v1.worker.{encode(model)}.{encode(worker)}"
+
+
+def holder_heartbeat(incarnation: str) -> str:
+    """Heartbeat of a holder of streams: a gateway or a long-lived client service."""
+    return f"hb.v1.holder.{encode(incarnation)}"
+
+
+def tick(observer: str) -> str:
+    """An observer's own tick, sent through the bus to its own subscription."""
+    return f"hb.v1.tick.{encode(observer)}"
+
+
+# Replies ---------------------------------------------------------------------------------------------------
+
+GATEWAY_REPLIES = "reply.v1._gw."
+"""Prefix of gateways' mailboxes; ``_gw`` is no encoded name, so no tenant can own it."""
+
+
+def gateway_mailbox(incarnation: str) -> str:
+    return f"{GATEWAY_REPLIES}{encode(incarnation)}"
+
+
+def tenant_reply_prefix(tenant: str) -> str:
+    """What a reply subject of a tenant's own service must start with."""
+    return f"reply.v1.{encode(tenant)}."
+
+
+_REPLY = re.compile(r"reply\.v1(\.[A-Za-z0-9_-]+)+\Z")
+
+
+def is_reply(subject: str) -> bool:
+    """Whether frames may be published to ``subject``: a plain subject under ``reply.v1.``, at most 512 bytes."""
+    return len(subject) <= 512 and _REPLY.match(subject) is not None
