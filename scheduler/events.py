@@ -1,0 +1,192 @@
+"""What the scheduler's core takes in (past tense) and what it wants done (imperative)."""
+
+from typing import Any
+
+import msgspec
+
+from contracts.messages import (
+    AdmissionAnswer,
+    AdmissionRequest,
+    AttemptEvent,
+    CancelAnswer,
+    CancelRequest,
+    ControlAnswer,
+    ControlRequest,
+    Frame,
+    HolderHeartbeat,
+    Manifest,
+    RequestEnvelope,
+    StatusAnswer,
+    TenantRecord,
+    WorkerHeartbeat,
+    WorkItem,
+)
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Base of all events."""
+
+
+class AdmissionAsked(Event, frozen=True):
+    """``handle`` is the shell's; it comes back in the answer."""
+
+    request: AdmissionRequest
+    handle: Any
+
+
+class RequestStored(Event, frozen=True):
+    """A message of REQUESTS, without its body; ``stored_at_ms`` is the bus server's time of storage."""
+
+    envelope: RequestEnvelope
+    seq: int
+    stored_at_ms: int
+
+
+class WorkFound(Event, frozen=True):
+    """A message of WORK, without its body, read at a takeover or by the sweep."""
+
+    item: WorkItem
+    seq: int
+
+
+class Recovered(Event, frozen=True):
+    """The streams have been read; dispatch may begin once the workers know the epoch."""
+
+
+class WorkStored(Event, frozen=True):
+    """WORK holds the attempt under ``seq``."""
+
+    request_id: str
+    attempt: int
+    seq: int
+
+
+class WorkRefused(Event, frozen=True):
+    """WORK did not confirm the attempt in time, or its body is gone; it may still be stored later."""
+
+    request_id: str
+    attempt: int
+    body_missing: bool = False
+
+
+class TerminalStored(Event, frozen=True):
+    """ATTEMPTS holds this event; it is the attempt's end whoever wrote it."""
+
+    event: AttemptEvent
+
+
+class CancelAsked(Event, frozen=True):
+    tenant: str
+    request: CancelRequest
+    handle: Any
+
+
+class ControlAnswered(Event, frozen=True):
+    """A worker's answer to CancelAttempt; None when it did not answer."""
+
+    request_id: str
+    attempt: int
+    answer: ControlAnswer | None
+
+
+class StatusAsked(Event, frozen=True):
+    tenant: str
+    request_id: str
+    handle: Any
+
+
+class WorkerSeen(Event, frozen=True):
+    beat: WorkerHeartbeat
+
+
+class HolderSeen(Event, frozen=True):
+    beat: HolderHeartbeat
+
+
+class OwnTickSeen(Event, frozen=True):
+    """The owner's own tick came back over the bus."""
+
+
+class TimePassed(Event, frozen=True):
+    """Deadlines, lapses and repeats are looked at; about ten times a second."""
+
+
+class TenantChanged(Event, frozen=True):
+    """``record`` is None when the tenant was deleted."""
+
+    name: str
+    record: TenantRecord | None
+
+
+class ManifestChanged(Event, frozen=True):
+    manifest: Manifest
+
+
+class BudgetSeen(Event, frozen=True):
+    """Tokens that the tenant has used this UTC month, from the ledger."""
+
+    tenant: str
+    month: str
+    tokens: int
+
+
+class Effect(msgspec.Struct, frozen=True):
+    """Base of all effects."""
+
+
+class AnswerAdmission(Effect, frozen=True):
+    handle: Any
+    answer: AdmissionAnswer
+
+
+class AnswerCancel(Effect, frozen=True):
+    handle: Any
+    answer: CancelAnswer
+
+
+class AnswerStatus(Effect, frozen=True):
+    handle: Any
+    answer: StatusAnswer
+
+
+class AckRequest(Effect, frozen=True):
+    """Remove the message from REQUESTS."""
+
+    seq: int
+
+
+class StoreWork(Effect, frozen=True):
+    """Publish the attempt to WORK; the body is in REQUESTS under ``request_seq`` or in WORK under ``work_seq``."""
+
+    request_id: str
+    attempt: int
+    worker: str
+    version: str
+    request_seq: int
+    work_seq: int
+
+
+class DeleteWork(Effect, frozen=True):
+    """Remove the message from WORK."""
+
+    seq: int
+
+
+class StoreTerminal(Effect, frozen=True):
+    """Store the event unless the attempt has one already; the core learns the winner by TerminalStored."""
+
+    event: AttemptEvent
+
+
+class SendControl(Effect, frozen=True):
+    """An order to a worker; for CancelAttempt the answer comes back as ControlAnswered."""
+
+    worker: str
+    order: ControlRequest
+
+
+class SendFrame(Effect, frozen=True):
+    """A frame of the scheduler's own to the holder of a stream."""
+
+    subject: str
+    frame: Frame

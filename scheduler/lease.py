@@ -1,0 +1,92 @@
+"""Who owns a model: a KV lease with a time to live, taken and renewed by compare-and-set."""
+
+import asyncio
+import time
+
+import structlog
+
+from contracts import topology
+from contracts.bus import Bus, BusError, WrongSequence
+from contracts.messages import Epoch
+
+log = structlog.get_logger()
+
+
+class Lease:
+    """One candidate's hold on one model's lease.
+
+    ``held`` is judged by our own monotonic clock: a frozen process that wakes up finds the lease gone before it
+    acts, even when the bus is cut off.
+    """
+
+    def __init__(self, bus: Bus, key: str, owner: str, *, ttl_s: int, renew_s: float) -> None:
+        self._bus = bus
+        self._key = key
+        self._value = owner.encode()
+        self._ttl_s = ttl_s
+        self._renew_s = renew_s
+        self._revision = 0
+        self._renewed_at = 0.0
+        self.epoch = Epoch()
+
+    @property
+    def held(self) -> bool:
+        """Whether nobody else can own the model yet."""
+        return self._revision > 0 and time.monotonic() - self._renewed_at < self._ttl_s * 0.9
+
+    async def acquire(self) -> None:
+        """Wait until the lease is ours; sets ``epoch``."""
+        while True:
+            asked_at = time.monotonic()
+            try:
+                revision = await self._bus.kv_create(topology.LEASES, self._key, self._value, ttl_s=self._ttl_s)
+                created_ns = await self._bus.kv_created_ns(topology.LEASES)
+            except WrongSequence:
+                pass
+            except BusError as error:
+                log.warning("lease_unreachable", key=self._key, reason=str(error))
+            else:
+                self._revision = revision
+                self._renewed_at = asked_at
+                self.epoch = Epoch(created_ns, revision)
+                return
+            await asyncio.sleep(self._renew_s)
+
+    async def keep(self) -> None:
+        """Renew until the lease is lost, then return."""
+        while self.held:
+            await asyncio.sleep(self._renew_s)
+            asked_at = time.monotonic()
+            try:
+                self._revision = await self._bus.kv_update(
+                    topology.LEASES, self._key, self._value, revision=self._revision, ttl_s=self._ttl_s
+                )
+                self._renewed_at = asked_at
+            except WrongSequence:
+                if not await self._renewed_after_all():
+                    break
+            except BusError as error:
+                log.warning("lease_not_renewed", key=self._key, reason=str(error))
+        self._revision = 0
+
+    async def _renewed_after_all(self) -> bool:
+        """A renewal whose answer was lost is seen as a newer revision with our own value."""
+        asked_at = time.monotonic()
+        try:
+            entry = await self._bus.kv_get(topology.LEASES, self._key)
+        except BusError:
+            return self.held
+        if entry is None or entry.value != self._value or not self.held:
+            return False
+        self._revision = entry.revision
+        self._renewed_at = asked_at
+        return True
+
+    async def release(self) -> None:
+        """Give the lease back so that a standby takes over at once."""
+        if self._revision:
+            revision, self._revision = self._revision, 0
+            try:
+                await self._bus.kv_delete(topology.LEASES, self._key, revision=revision)
+            except BusError as error:
+                log.warning("lease_not_released", key=self._key, reason=str(error))

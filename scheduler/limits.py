@@ -1,0 +1,180 @@
+"""Quotas of one tenant on one model: token buckets and counts, decided together in one step.
+
+A bucket holds one minute's worth and refills evenly. A decision checks everything first and charges only when all
+of it fits, so a refused request burns nothing. At the end a request is settled to what it used, at once; refunds
+stop at the bucket's size.
+"""
+
+import math
+
+import msgspec
+
+from contracts.errors import HeadraceError
+from contracts.messages import RateLimits, TenantLimits
+
+MINUTE_MS = 60_000
+
+
+class Bucket:
+    """A token bucket: ``size`` tokens a minute, full at the start. ``size`` None never limits."""
+
+    __slots__ = ("_at_ms", "_level", "size")
+
+    def __init__(self, size: int | None, now_ms: int) -> None:
+        self.size = size
+        self._level = float(size or 0)
+        self._at_ms = now_ms
+
+    def resize(self, size: int | None, now_ms: int) -> None:
+        """A changed limit holds at once: what is spent stays spent."""
+        if size == self.size:
+            return
+        spent = 0.0 if self.size is None else self.size - self.level(now_ms)
+        self.size = size
+        self._level = float(size or 0) - spent
+        self._at_ms = now_ms
+
+    def level(self, now_ms: int) -> float:
+        """Tokens available now; negative after a lowered limit."""
+        if self.size is None:
+            return math.inf
+        elapsed = max(0, now_ms - self._at_ms)
+        return min(float(self.size), self._level + self.size * elapsed / MINUTE_MS)
+
+    def wait_ms(self, amount: int, now_ms: int) -> int:
+        """Milliseconds until ``amount`` is available, 0 when it is; ``amount`` must not exceed ``size``."""
+        missing = amount - self.level(now_ms)
+        if missing <= 0 or not self.size:
+            return 0
+        return math.ceil(missing * MINUTE_MS / self.size)
+
+    def take(self, amount: float, now_ms: int) -> None:
+        """Take (or with a negative amount give back) tokens; the level never exceeds ``size``."""
+        if self.size is not None:
+            self._level = min(float(self.size), self.level(now_ms) - amount)
+            self._at_ms = now_ms
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """What a request reserves: prompt tokens and maximum output, the latter over all choices."""
+
+    input_tokens: int
+    output_tokens: int
+
+    @property
+    def total(self) -> int:
+        return self.input_tokens + self.output_tokens
+
+
+class Quota:
+    """A tenant's buckets and open requests on one model. ``open`` counts admitted requests that have not ended."""
+
+    def __init__(self, limits: TenantLimits, now_ms: int) -> None:
+        self.limits = limits
+        self.requests = Bucket(limits.rpm, now_ms)
+        self.input = Bucket(limits.input_tpm, now_ms)
+        self.output = Bucket(limits.output_tpm, now_ms)
+        self.open = 0
+        self.waiting = 0
+        self.waiting_tokens = 0
+        self.reserved_tokens = 0
+
+    def set_limits(self, limits: TenantLimits, now_ms: int) -> None:
+        self.limits = limits
+        self.requests.resize(limits.rpm, now_ms)
+        self.input.resize(limits.input_tpm, now_ms)
+        self.output.resize(limits.output_tpm, now_ms)
+
+    def check(self, cost: Cost, now_ms: int, turnover_ms: int) -> None:
+        """Raise HeadraceError when the tenant's own limits refuse a request of ``cost``; charges nothing.
+
+        ``turnover_ms``: after how long one of the tenant's open requests probably ends.
+        """
+        for name, bucket, amount in (
+            ("requests per minute", self.requests, 1),
+            ("input tokens per minute", self.input, cost.input_tokens),
+            ("output tokens per minute", self.output, cost.output_tokens),
+        ):
+            if bucket.size is not None and amount > bucket.size:
+                raise HeadraceError(
+                    "request_exceeds_limit",
+                    f"The request needs {amount} of the limit of {bucket.size} {name}; it can never be admitted. "
+                    "Shorten the prompt or lower the maximum output.",
+                )
+        for name, bucket, amount in (
+            ("requests per minute", self.requests, 1),
+            ("input tokens per minute", self.input, cost.input_tokens),
+            ("output tokens per minute", self.output, cost.output_tokens),
+        ):
+            wait = bucket.wait_ms(amount, now_ms)
+            if wait > 0:
+                raise HeadraceError(
+                    "rate_limit_exceeded",
+                    f"The limit of {bucket.size} {name} is reached: the request needs {amount}, "
+                    f"{max(0, math.floor(bucket.level(now_ms)))} are left.",
+                    retry_after_s=seconds(wait),
+                )
+        limits = self.limits
+        for name, limit, amount in (
+            ("concurrent requests", limits.concurrency, self.open + 1),
+            ("queued requests", limits.queued_requests, self.waiting + 1),
+            ("queued tokens", limits.queued_tokens, self.waiting_tokens + cost.total),
+        ):
+            if limit is not None and amount > limit:
+                raise HeadraceError(
+                    "rate_limit_exceeded",
+                    f"The limit of {limit} {name} is reached.",
+                    retry_after_s=seconds(turnover_ms),
+                )
+
+    def reserve(self, cost: Cost, now_ms: int) -> None:
+        self.requests.take(1, now_ms)
+        self.input.take(cost.input_tokens, now_ms)
+        self.output.take(cost.output_tokens, now_ms)
+        self.open += 1
+        self.reserved_tokens += cost.total
+
+    def adopt(self, cost: Cost, admitted_at_ms: int, now_ms: int) -> None:
+        """Count a request that an earlier owner admitted."""
+        self.replay(cost, admitted_at_ms, now_ms)
+        self.open += 1
+        self.reserved_tokens += cost.total
+
+    def replay(self, cost: Cost, admitted_at_ms: int, now_ms: int) -> None:
+        """Take what a request admitted earlier took, less what its bucket has refilled since."""
+        left = 1 - (now_ms - admitted_at_ms) / MINUTE_MS
+        if left > 0:
+            self.requests.take(left, now_ms)
+            self.input.take(cost.input_tokens * left, now_ms)
+            self.output.take(cost.output_tokens * left, now_ms)
+
+    def settle(self, cost: Cost, used: Cost, now_ms: int, *, refund_request: bool) -> None:
+        """The request of ``cost`` ended having used ``used``."""
+        if refund_request:
+            self.requests.take(-1, now_ms)
+        self.input.take(used.input_tokens - cost.input_tokens, now_ms)
+        self.output.take(used.output_tokens - cost.output_tokens, now_ms)
+        self.open -= 1
+        self.reserved_tokens -= cost.total
+
+    def rate_limits(self, now_ms: int) -> RateLimits:
+        """For the ``x-ratelimit-*`` headers; of the two token buckets the one with less left."""
+        requests = self.requests
+        tokens = min(
+            (bucket for bucket in (self.input, self.output) if bucket.size),
+            key=lambda bucket: bucket.level(now_ms) / (bucket.size or 1),
+            default=None,
+        )
+        return RateLimits(
+            limit_requests=requests.size,
+            remaining_requests=None if requests.size is None else max(0, math.floor(requests.level(now_ms))),
+            reset_requests_ms=requests.wait_ms(requests.size or 0, now_ms),
+            limit_tokens=tokens.size if tokens else None,
+            remaining_tokens=max(0, math.floor(tokens.level(now_ms))) if tokens else None,
+            reset_tokens_ms=tokens.wait_ms(tokens.size or 0, now_ms) if tokens else 0,
+        )
+
+
+def seconds(milliseconds: float) -> int:
+    """A Retry-After: whole seconds, rounded up, 1 at least."""
+    return max(1, math.ceil(milliseconds / 1000))

@@ -1,0 +1,360 @@
+"""A small world around the scheduler's core: streams, workers and callers, driven by a seeded random source.
+
+The streams keep what the real ones keep (ATTEMPTS: the first event of an attempt wins); effects are performed in
+any order, late, or not at all where the bus may lose them; workers pull, run, freeze, wake and die.
+"""
+
+import random
+from collections.abc import Callable
+
+import msgspec
+
+from contracts.messages import (
+    AdmissionAnswer,
+    AdmissionRequest,
+    AttemptEvent,
+    CancelAnswer,
+    CancelAttempt,
+    CancelRequest,
+    ControlAnswer,
+    Epoch,
+    Frame,
+    HolderHeartbeat,
+    Manifest,
+    PoolLimits,
+    Progress,
+    Reply,
+    RequestEnvelope,
+    TenantLimits,
+    TenantRecord,
+    WorkerHeartbeat,
+    WorkItem,
+)
+from scheduler import events as ev
+from scheduler.core import Core, Settings
+
+EPOCH = Epoch(1, 7)
+
+
+def manifest(**limits: int) -> Manifest:
+    return Manifest(
+        name="m",
+        version="v1",
+        engine="simulated",
+        context=8192,
+        default_output_tokens=16,
+        limits=PoolLimits(**limits),
+    )
+
+
+class FakeWorker:
+    """What the core may expect of a worker: it runs what it pulled once, obeys its orders, ends by first-stored."""
+
+    def __init__(self, name: str, slots: int, kv_tokens: int) -> None:
+        self.name = name
+        self.slots = slots
+        self.kv_tokens = kv_tokens
+        self.epoch = Epoch()
+        self.alive = True
+        self.frozen = False
+        self.evicted = False
+        self.running: dict[tuple[str, int], Progress] = {}
+        self.never: set[tuple[str, int]] = set()
+
+    def beat(self) -> WorkerHeartbeat:
+        return WorkerHeartbeat(
+            worker=self.name,
+            model="m",
+            version="v1",
+            state="ready",
+            epoch=self.epoch,
+            slots=self.slots,
+            kv_tokens=self.kv_tokens,
+            context=8192,
+            held=list(self.running.values()),
+        )
+
+
+class World:
+    """Random histories: call ``step`` any number of times, then ``settle`` and look at what is left."""
+
+    def __init__(self, seed: int, *, limits: dict[str, int] | None = None, tenants: int = 3) -> None:
+        self.random = random.Random(seed)
+        self.now = 1_000_000
+        self.core = Core(
+            model="m",
+            owner="s",
+            epoch=EPOCH,
+            manifest=manifest(**(limits or {})),
+            settings=Settings(publish_within_ms=1_000, lapse_margin_ms=200),
+            now_ms=self.now,
+        )
+        self.requests: dict[int, RequestEnvelope] = {}
+        self.work: dict[int, WorkItem] = {}
+        self.attempts: dict[tuple[str, int], AttemptEvent] = {}
+        self.tail: list[AttemptEvent] = []
+        self.pending: list[Callable[[], None]] = []
+        self.workers: list[FakeWorker] = []
+        self.answers: dict[str, AdmissionAnswer] = {}
+        self.frames: dict[str, list[Frame]] = {}
+        self.cancel_answers: list[CancelAnswer] = []
+        self.asked: dict[str, AdmissionRequest] = {}
+        self.unpublished: list[str] = []
+        self.seq = 0
+        self.names = [f"t{number}" for number in range(tenants)]
+        for name in self.names:
+            self.feed(ev.TenantChanged(name, TenantRecord(name=name, limits=TenantLimits(concurrency=20))))
+        self.feed(ev.Recovered())
+
+    # -- the core ----------------------------------------------------------------------------------------
+
+    def feed(self, event: ev.Event) -> None:
+        for effect in self.core.step(event, self.now):
+            self.perform(effect)
+        self.core.check_invariants()
+
+    def perform(self, effect: ev.Effect) -> None:
+        match effect:
+            case ev.AnswerAdmission(handle, answer):
+                self.answers[handle] = answer
+                if answer.admitted and handle not in self.unpublished:
+                    self.unpublished.append(handle)
+            case ev.AnswerCancel(_, answer):
+                self.cancel_answers.append(answer)
+            case ev.SendFrame(_, frame):
+                self.frames.setdefault(frame.stream, []).append(frame)
+            case ev.AckRequest(seq):
+                self.pending.append(lambda: self.requests.pop(seq, None) and None)
+            case ev.DeleteWork(seq):
+                self.pending.append(lambda: self.work.pop(seq, None) and None)
+            case ev.StoreTerminal(event):
+                self.pending.append(lambda: self.store_attempt(event))
+            case ev.StoreWork():
+                self.pending.append(lambda: self.store_work(effect))
+            case ev.SendControl(worker, order):
+                self.pending.append(lambda: self.control(worker, order))
+
+    def store_attempt(self, event: AttemptEvent) -> bool:
+        key = (event.request_id, event.attempt)
+        if key in self.attempts:
+            return False
+        self.attempts[key] = event
+        self.tail.append(event)
+        return True
+
+    def store_work(self, effect: ev.StoreWork) -> None:
+        request = self.core.awaits_work(effect)
+        if request is None:
+            return
+        held = effect.request_seq in self.requests or effect.work_seq in self.work
+        assert held, f"the body of {effect.request_id} is gone: {request.history}"
+        if self.random.random() < 0.05:
+            self.feed(ev.WorkRefused(effect.request_id, effect.attempt))
+            if self.random.random() < 0.5:
+                return  # Else: stored after all.
+        self.seq += 1
+        self.work[self.seq] = WorkItem(
+            epoch=EPOCH,
+            attempt=effect.attempt,
+            version="v1",
+            worker=effect.worker,
+            dispatched_at_ms=self.now,
+            request=request.envelope,
+        )
+        self.feed(ev.WorkStored(effect.request_id, effect.attempt, self.seq))
+
+    def control(self, name: str, order: object) -> None:
+        worker = next((w for w in self.workers if w.name == name), None)
+        answer: ControlAnswer | None = None
+        if worker is not None and worker.alive and not worker.frozen:
+            worker.epoch = EPOCH
+            if isinstance(order, CancelAttempt):
+                answer = ControlAnswer(status=self.cancel_on(worker, (order.request_id, order.attempt)))
+            elif type(order).__name__ == "Evict":
+                worker.evicted = True
+                worker.running.clear()
+        if isinstance(order, CancelAttempt):
+            self.feed(ev.ControlAnswered(order.request_id, order.attempt, answer))
+
+    def cancel_on(self, worker: FakeWorker, key: tuple[str, int]) -> str:
+        worker.never.add(key)
+        progress = worker.running.pop(key, None)
+        if progress is None:
+            return "unknown"
+        self.end(worker, progress, "cancelled")
+        return "ended"
+
+    # -- workers -----------------------------------------------------------------------------------------
+
+    def end(self, worker: FakeWorker, progress: Progress, outcome: str, **more: bool) -> None:
+        item = next(
+            (
+                w
+                for w in self.work.values()
+                if (w.request.request_id, w.attempt) == (progress.request_id, progress.attempt)
+            ),
+            None,
+        )
+        envelope = item.request if item is not None else None
+        if envelope is None:
+            return
+        won = self.store_attempt(
+            AttemptEvent(
+                request_id=progress.request_id,
+                attempt=progress.attempt,
+                tenant=envelope.tenant,
+                key_id="k",
+                model="m",
+                version="v1",
+                endpoint="chat/completions",
+                priority=envelope.priority,
+                outcome=outcome,  # type: ignore[arg-type]
+                reporter="worker",
+                worker=worker.name,
+                stream=envelope.stream,
+                billable=outcome in ("completed", "cancelled"),
+                prompt_tokens=progress.prompt_tokens,
+                completion_tokens=progress.completion_tokens,
+                **more,
+            )
+        )
+        retryable = more.get("retryable", False)
+        if won and not retryable:  # Else the scheduler may need the body for the next attempt.
+            for seq, found in list(self.work.items()):
+                if found is item:
+                    del self.work[seq]
+
+    def run_worker(self, worker: FakeWorker) -> None:
+        if not worker.alive or worker.frozen or worker.evicted:
+            return
+        for item in list(self.work.values()):
+            key = (item.request.request_id, item.attempt)
+            if item.worker == worker.name and key not in worker.never and len(worker.running) < worker.slots:
+                worker.never.add(key)
+                worker.running[key] = Progress(
+                    request_id=key[0], attempt=key[1], prompt_tokens=item.request.prompt_tokens
+                )
+        for key, progress in list(worker.running.items()):
+            draw = self.random.random()
+            if draw < 0.5:
+                worker.running[key] = msgspec.structs.replace(
+                    progress, completion_tokens=progress.completion_tokens + 1
+                )
+            elif draw < 0.7:
+                del worker.running[key]
+                self.end(worker, progress, "completed")
+            elif draw < 0.75:
+                del worker.running[key]
+                retryable = self.random.random() < 0.7
+                self.end(worker, progress, "failed", retryable=retryable, engine_death=retryable)
+
+    # -- callers -----------------------------------------------------------------------------------------
+
+    def ask(self, **fields: object) -> str:
+        number = len(self.asked)
+        asked = AdmissionRequest(
+            request_id=f"r{number}",
+            tenant=self.random.choice(self.names),
+            key_id="k",
+            model="m",
+            endpoint="chat/completions",
+            prompt_tokens=self.random.randint(1, 3000),
+            max_output_tokens=self.random.randint(1, 500),
+            choices=self.random.choice([1, 1, 1, 2]),
+            stream=self.random.random() < 0.7,
+            priority=self.random.choice(["interactive", "interactive", "batch"]),
+            deadline_ms=self.random.choice([None, 500, 20_000]),
+            holder=self.random.choice(["", "g1", "g2"]),
+        )
+        asked = msgspec.structs.replace(asked, **fields)
+        self.asked[asked.request_id] = asked
+        self.feed(ev.AdmissionAsked(asked, asked.request_id))
+        return asked.request_id
+
+    def publish(self, request_id: str) -> int:
+        asked = self.asked[request_id]
+        answer = self.answers[request_id]
+        self.seq += 1
+        self.requests[self.seq] = RequestEnvelope(
+            request_id=request_id,
+            tenant=asked.tenant,
+            key_id="k",
+            model="m",
+            endpoint=asked.endpoint,
+            stream=asked.stream,
+            prompt_tokens=asked.prompt_tokens,
+            max_output_tokens=asked.max_output_tokens,
+            choices=asked.choices,
+            priority=asked.priority,
+            admitted_at_ms=self.now,
+            publish_by_ms=answer.publish_by_ms,
+            deadline_at_ms=answer.deadline_at_ms,
+            reply=Reply(subject="reply.v1.x", stream=request_id),
+            holder=asked.holder,
+        )
+        self.feed(ev.RequestStored(self.requests[self.seq], self.seq, self.now))
+        return self.seq
+
+    # -- histories ---------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        draw = self.random.random()
+        if draw < 0.25:
+            self.ask()
+        elif draw < 0.45 and self.unpublished:
+            request_id = self.unpublished.pop(self.random.randrange(len(self.unpublished)))
+            if self.random.random() < 0.9:
+                self.publish(request_id)
+        elif draw < 0.52 and self.asked:
+            request_id = self.random.choice(list(self.asked))
+            tenant = self.asked[request_id].tenant if self.random.random() < 0.9 else "stranger"
+            self.feed(ev.CancelAsked(tenant, CancelRequest(request_id=request_id), None))
+        elif draw < 0.54:
+            self.feed(ev.HolderSeen(HolderHeartbeat(holder="g1", leaving=self.random.random() < 0.3)))
+        elif draw < 0.56 and sum(w.alive for w in self.workers) < 3:
+            self.start_worker()
+        elif draw < 0.57 and self.workers:
+            self.random.choice(self.workers).alive = False
+        elif draw < 0.58 and self.workers:
+            worker = self.random.choice(self.workers)
+            worker.frozen = not worker.frozen
+        elif draw < 0.60 and self.requests:  # Delivered again.
+            seq = self.random.choice(list(self.requests))
+            self.feed(ev.RequestStored(self.requests[seq], seq, self.now))
+        else:
+            self.pass_time(self.random.choice([1, 20, 100, 500]))
+
+    def start_worker(self) -> FakeWorker:
+        worker = FakeWorker(f"w{len(self.workers)}", self.random.randint(1, 4), self.random.choice([4000, 20_000]))
+        self.workers.append(worker)
+        return worker
+
+    def pass_time(self, span_ms: int) -> None:
+        self.now += span_ms
+        self.random.shuffle(self.pending)
+        for _ in range(len(self.pending)):
+            if self.random.random() < 0.8:
+                self.pending.pop()()
+        while self.tail:
+            self.feed(ev.TerminalStored(self.tail.pop(0)))
+        for worker in self.workers:
+            self.run_worker(worker)
+            if worker.alive and not worker.frozen and not worker.evicted:
+                self.feed(ev.WorkerSeen(worker.beat()))
+        if span_ms >= 100:
+            self.feed(ev.OwnTickSeen())
+        self.feed(ev.TimePassed())
+
+    def settle(self) -> None:
+        """Let everything come to its end: a healthy worker, no new requests, no faults."""
+        for worker in self.workers:
+            worker.frozen = False
+        healthy = self.start_worker()
+        healthy.slots, healthy.kv_tokens = 8, 50_000
+        for _ in range(400):
+            self.feed(ev.HolderSeen(HolderHeartbeat(holder="g1")))
+            self.feed(ev.HolderSeen(HolderHeartbeat(holder="g2")))
+            self.pass_time(500)
+            if not self.core.requests and not self.pending and not self.tail:
+                return
+        raise AssertionError(f"never quiet: {[(r.id, r.state, r.history) for r in self.core.requests.values()]}")

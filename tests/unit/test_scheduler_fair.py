@@ -1,0 +1,140 @@
+"""The fair queue: served tokens by weight, ageing, deadlines, and no banked idleness."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.fair import Entry, FairQueue
+
+
+def serve_one(queue: FairQueue, now_ms: int = 0) -> Entry | None:
+    """The next request in fair order, served to its end with its whole charge used."""
+    found: list[Entry] = []
+
+    def take(entry: Entry) -> bool:
+        if found:
+            return False
+        queue.serve(entry.key)
+        found.append(entry)
+        return True
+
+    queue.scan(now_ms, take)
+    if not found:
+        return None
+    queue.settle(found[0].tenant, found[0].charge, found[0].charge)
+    return found[0]
+
+
+def fill(queue: FairQueue, tenant: str, count: int, charge: float, start: int = 0) -> None:
+    for number in range(start, start + count):
+        queue.push(f"{tenant}{number}", tenant, "interactive", 60_000, charge, 0)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0)])
+def test_served_tokens_by_weight_differ_by_at_most_two_of_the_largest(weights: tuple[float, float]) -> None:
+    queue = FairQueue(ageing_ms=30_000)
+    queue.set_weight("a", weights[0])
+    queue.set_weight("b", weights[1])
+    fill(queue, "a", 40, 4200)
+    fill(queue, "b", 400, 100)
+    served = {"a": 0.0, "b": 0.0}
+    while queue.shares["a"].waiting and queue.shares["b"].waiting:
+        entry = serve_one(queue)
+        assert entry is not None
+        served[entry.tenant] += entry.charge
+        assert abs(served["a"] / weights[0] - served["b"] / weights[1]) <= 2 * 4200
+    assert served["b"] > 0 and served["a"] > 0
+
+
+def test_idleness_banks_no_credit() -> None:
+    queue = FairQueue(ageing_ms=30_000)
+    fill(queue, "b", 1, 100)
+    serve_one(queue)
+    fill(queue, "a", 400, 100)
+    for _ in range(200):
+        serve_one(queue)
+    fill(queue, "b", 400, 100, start=10)
+    share = [entry.tenant for _ in range(100) if (entry := serve_one(queue))]
+    assert 45 <= share.count("a") <= 55
+
+
+def test_a_tenant_that_returns_when_nobody_is_active_starts_at_the_last_leaver() -> None:
+    queue = FairQueue(ageing_ms=30_000)
+    fill(queue, "a", 10, 100)
+    while serve_one(queue):
+        pass
+    fill(queue, "new", 1, 1)
+    assert queue.shares["new"].counter == queue.shares["a"].counter == 1000
+
+
+def test_failed_work_is_given_back() -> None:
+    queue = FairQueue(ageing_ms=30_000)
+    fill(queue, "a", 1, 500)
+    queue.scan(0, lambda entry: bool(queue.serve(entry.key)))
+    queue.settle("a", 500, 0)
+    assert queue.shares["a"].counter == 0
+
+
+def test_interactive_goes_before_batch_and_batch_ages() -> None:
+    queue = FairQueue(ageing_ms=1_000)
+    queue.push("old", "b", "batch", 90_000, 10, 0)
+    queue.push("new", "a", "interactive", 60_000, 10, 500)
+    first = serve_one(queue, 500)
+    assert first is not None and first.key == "new"
+    fill(queue, "a", 50, 10)
+    keys = [entry.key for _ in range(3) if (entry := serve_one(queue, 1_500))]
+    assert "old" in keys
+
+
+def test_within_a_tenant_the_earliest_deadline_goes_first_then_arrival() -> None:
+    queue = FairQueue(ageing_ms=30_000)
+    for key, deadline in (("late", 900), ("soon", 100), ("first", 500), ("second", 500)):
+        queue.push(key, "a", "interactive", deadline, 1, 0)
+    order = [entry.key for _ in range(4) if (entry := serve_one(queue))]
+    assert order == ["soon", "first", "second", "late"]
+
+
+def test_what_fits_nobody_does_not_stop_the_others() -> None:
+    queue = FairQueue(ageing_ms=30_000)
+    fill(queue, "large", 1, 100)
+    fill(queue, "small", 3, 1)
+
+    def take(entry: Entry) -> bool:
+        return entry.tenant == "small" and bool(queue.serve(entry.key))
+
+    assert queue.scan(0, take) == 3
+    assert len(queue) == 1 and serve_one(queue) is not None
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(min_value=0, max_value=2**32), slots=st.integers(min_value=1, max_value=4))
+def test_counters_of_waiting_tenants_stay_within_the_stated_bound(seed: int, slots: int) -> None:
+    """Two largest charges by weight, plus one per slot: random work, weights, use and removals."""
+    rng = random.Random(seed)
+    queue = FairQueue(ageing_ms=10**9)
+    names = ["a", "b", "c", "d"]
+    weights = {name: rng.choice([1.0, 2.0, 5.0]) for name in names}
+    for name in names:
+        queue.set_weight(name, weights[name])
+    largest = 1000 / min(weights.values())
+    running: list[tuple[Entry, float]] = []
+    number = 0
+    for _ in range(300):
+        for name in names:
+            while queue.shares[name].waiting < 3:
+                number += 1
+                queue.push(str(number), name, "interactive", number, rng.randint(1, 1000), 0)
+        if len(running) < slots:
+            queue.scan(
+                0,
+                lambda entry: len(running) < slots and running.append((entry, queue.serve(entry.key))) is None,
+            )
+        if running:
+            entry, charge = running.pop(rng.randrange(len(running)))
+            queue.settle(entry.tenant, charge, rng.choice([0, charge / 2, charge]))
+        counters = [queue.shares[name].counter for name in names]
+        assert max(counters) - min(counters) <= (2 + slots) * largest
+        waiting = sum(share.waiting for share in queue.shares.values())
+        assert waiting == len(queue)

@@ -1,0 +1,51 @@
+"""Token buckets and quotas."""
+
+import pytest
+
+from contracts.errors import HeadraceError
+from contracts.messages import TenantLimits
+from scheduler.limits import Bucket, Cost, Quota
+
+
+def test_a_bucket_starts_full_refills_evenly_and_never_overflows() -> None:
+    bucket = Bucket(60, 0)
+    bucket.take(60, 0)
+    assert bucket.level(0) == 0
+    assert bucket.level(1_000) == pytest.approx(1)
+    assert bucket.wait_ms(10, 1_000) == 9_000
+    bucket.take(-100, 2_000)
+    assert bucket.level(2_000) == 60
+
+
+def test_a_lowered_limit_keeps_what_was_spent() -> None:
+    bucket = Bucket(100, 0)
+    bucket.take(50, 0)
+    bucket.resize(20, 0)
+    assert bucket.level(0) == -30
+    bucket.resize(None, 0)
+    assert bucket.wait_ms(10**9, 0) == 0
+
+
+def test_a_refusal_names_the_limit_and_when_it_is_met() -> None:
+    quota = Quota(TenantLimits(rpm=60, output_tpm=60), 0)
+    quota.reserve(Cost(1, 60), 0)
+    with pytest.raises(HeadraceError) as refused:
+        quota.check(Cost(1, 30), 0, 0)
+    assert refused.value.code == "rate_limit_exceeded"
+    assert refused.value.retry_after_s == 30
+    assert "60 output tokens per minute" in refused.value.message
+
+
+def test_settling_returns_what_was_not_used_at_once() -> None:
+    quota = Quota(TenantLimits(output_tpm=200), 0)
+    quota.reserve(Cost(10, 120), 0)
+    quota.settle(Cost(10, 120), Cost(10, 40), 0, refund_request=False)
+    assert quota.output.level(0) == 160 and quota.open == 0 and quota.reserved_tokens == 0
+
+
+def test_headers_speak_of_the_scarcer_bucket() -> None:
+    quota = Quota(TenantLimits(rpm=10, input_tpm=1000, output_tpm=100), 0)
+    quota.reserve(Cost(10, 50), 0)
+    limits = quota.rate_limits(0)
+    assert (limits.limit_requests, limits.remaining_requests) == (10, 9)
+    assert (limits.limit_tokens, limits.remaining_tokens, limits.reset_tokens_ms) == (100, 50, 30_000)
