@@ -5,11 +5,8 @@ and raises InvalidTransition with the request's recent history. The end of an at
 whoever wrote it (TerminalStored); the core asks for an end by StoreTerminal and acts on the winner only.
 """
 
-import enum
 import heapq
-from collections import OrderedDict
 from collections.abc import Callable
-from datetime import UTC, datetime
 
 import msgspec
 
@@ -29,20 +26,17 @@ from contracts.messages import (
     LostData,
     Manifest,
     Outcome,
-    Progress,
-    QueueAnswer,
     Reply,
     RequestEnvelope,
-    StatusAnswer,
-    TenantLimits,
-    TenantQueue,
-    TenantRecord,
 )
+from scheduler import endings, views
 from scheduler import events as ev
-from scheduler.drain import Drain
+from scheduler.admission import Admission
 from scheduler.fair import Entry, FairQueue
-from scheduler.limits import Cost, Quota, seconds
+from scheduler.limits import Cost
+from scheduler.memory import Memory
 from scheduler.pool import Pool, Worker
+from scheduler.request import TRANSITIONS, WAITING, WITH_WORKER, InvalidTransition, Request, State
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,135 +48,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """A reservation lapses this long after publish_by, so that a message stored in time is never refused."""
     lost_ticks: int = 6
     """Own ticks (500 ms apart) of silence until a worker or holder is lost: 3 s (DESIGN.md section 7)."""
-    attempts_max: int = 2
-    """Attempts that a worker held; DESIGN.md section 7."""
-    dispatches_max: int = 8
-    """Attempts in all, those that no worker ever held included: bounds a ping-pong of lost workers."""
     cancel_repeat_ms: int = 1_000
     ageing_ms: int = 30_000
     """A batch request that waited this long stands with the interactive ones: half the default deadline."""
     patience_ms: int = 5_000
     """How long a request that fits no worker may be passed by smaller ones."""
-    deadline_ms_max: int = 3_600_000
-    remember_ms: int = 600_000
-    """How long ended requests and cancels of unknown ids are known: longer than any client repeats itself."""
-    remember_max: int = 50_000
-
-
-class State(enum.Enum):
-    ADMITTED = "admitted"
-    QUEUED = "queued"
-    DISPATCHING = "dispatching"
-    DISPATCHED = "dispatched"
-    RUNNING = "running"
-    ENDING = "ending"
-
-
-class InvalidTransition(Exception):
-    """An event that a request's state cannot have; carries the request's recent history."""
-
-
-class Request:
-    """One admitted request until its end is stored."""
-
-    __slots__ = (
-        "attempt",
-        "cancel_reason",
-        "cancel_sent_at_ms",
-        "cancel_waiters",
-        "charged",
-        "cost",
-        "counted",
-        "deaths",
-        "dispatched_at_ms",
-        "envelope",
-        "history",
-        "progress",
-        "request_seq",
-        "state",
-        "was_held",
-        "work_seq",
-        "worker",
-    )
-
-    def __init__(self, envelope: RequestEnvelope, state: State) -> None:
-        self.envelope = envelope
-        """Without a body; before REQUESTS stored it, with an empty reply."""
-        self.state = state
-        self.cost = Cost(envelope.prompt_tokens, envelope.max_output_tokens * envelope.choices)
-        self.attempt = 0
-        """Number of the last attempt that was dispatched; 0 before the first."""
-        self.counted = 0
-        """Attempts that a worker held and that ended without a result."""
-        self.deaths = 0
-        """Attempts that ended by the death of their engine or worker; above 0 the request is a suspect."""
-        self.worker = ""
-        self.request_seq = 0
-        self.work_seq = 0
-        self.charged = 0.0
-        self.dispatched_at_ms = 0
-        self.progress: Progress | None = None
-        self.was_held = False
-        """Whether the worker of the present attempt said that it holds it."""
-        self.cancel_reason = ""
-        self.cancel_sent_at_ms = 0
-        self.cancel_waiters: list[object] = []
-        self.history: list[str] = []
-
-    @property
-    def id(self) -> str:
-        return self.envelope.request_id
-
-    @property
-    def tenant(self) -> str:
-        return self.envelope.tenant
-
-    @property
-    def open_attempt(self) -> int:
-        """Number under which the present attempt ends: 0 when nothing was ever dispatched."""
-        if self.state in (State.ADMITTED, State.QUEUED):
-            return self.attempt + 1 if self.attempt else 0
-        return self.attempt
-
-    def move(self, state: State, now_ms: int) -> None:
-        self.history.append(f"{now_ms} {self.state.value} -> {state.value} attempt {self.attempt}")
-        del self.history[:-16]
-        self.state = state
-
-
-class Ended(msgspec.Struct, frozen=True):
-    """What is remembered of a request that ended, or of a stored end whose request is not known (yet)."""
-
-    event: AttemptEvent
-    error: ErrorData | None
-    until_ms: int
-
-
-_WITH_WORKER = (State.DISPATCHING, State.DISPATCHED, State.RUNNING)
-
-WAITING = (State.ADMITTED, State.QUEUED)
-"""States that count against queue limits."""
-
-TRANSITIONS: dict[tuple[State, str], State] = {
-    (State.ADMITTED, "stored"): State.QUEUED,
-    (State.ADMITTED, "end"): State.ENDING,
-    (State.QUEUED, "dispatch"): State.DISPATCHING,
-    (State.QUEUED, "end"): State.ENDING,
-    (State.DISPATCHING, "work_stored"): State.DISPATCHED,
-    (State.DISPATCHING, "progress"): State.RUNNING,
-    (State.DISPATCHING, "end"): State.ENDING,
-    (State.DISPATCHED, "progress"): State.RUNNING,
-    (State.DISPATCHED, "end"): State.ENDING,
-    (State.RUNNING, "work_stored"): State.RUNNING,
-    (State.RUNNING, "progress"): State.RUNNING,
-    (State.RUNNING, "end"): State.ENDING,
-    (State.ENDING, "work_stored"): State.ENDING,
-    (State.DISPATCHING, "retry"): State.QUEUED,
-    (State.DISPATCHED, "retry"): State.QUEUED,
-    (State.RUNNING, "retry"): State.QUEUED,
-    (State.ENDING, "retry"): State.QUEUED,
-}
-"""(state, what happened) -> next state. Any stored terminal event of the present attempt ends or retries."""
 
 
 class Core:
@@ -195,30 +65,22 @@ class Core:
         self.owner = owner
         self.epoch = epoch
         self.settings = settings
-        self.manifest = manifest
         self.recovering = True
         self.requests: dict[str, Request] = {}
-        self.ended: OrderedDict[str, Ended] = OrderedDict()
-        self.quotas: dict[str, Quota] = {}
-        self.tenants: dict[str, TenantRecord] = {}
-        self.budgets: dict[str, tuple[str, int]] = {}
+        self.memory = Memory()
         self.queue = FairQueue(ageing_ms=settings.ageing_ms)
+        self.admission = Admission(manifest, self.queue, now_ms)
         self.pool = Pool(
             epoch=epoch,
             lost_ticks=settings.lost_ticks,
             kv_overbooking=manifest.limits.kv_overbooking,
             patience_ms=settings.patience_ms,
         )
-        self.drain = Drain(now_ms)
-        self.waiting = 0
-        self.waiting_tokens = 0
-        self.reserved_tokens = 0
         self.refusals: dict[str, int] = {}
         """Refused admissions by code, for metrics."""
         self.outcomes: dict[str, int] = {}
         """Ended requests by outcome, for metrics."""
         self.lost_workers = 0
-        self._cancelled_unknown: OrderedDict[str, int] = OrderedDict()
         self._holders: dict[str, tuple[int, set[str]]] = {}
         self._deadlines: list[tuple[int, str]] = []
         self._lapses: list[tuple[int, str]] = []
@@ -260,102 +122,33 @@ class Core:
         if known is not None and known.tenant == asked.tenant:
             self._do(ev.AnswerAdmission(event.handle, self._admitted(known)))
             return
-        quota = self._quota(asked.tenant)
         try:
-            deadline_ms = self._check_admission(asked, quota)
+            if self.memory.ended(asked.request_id) is not None:
+                raise HeadraceError("conflict", "A request with this id has ended.")
+            if self.memory.cancelled(asked.request_id):
+                raise HeadraceError("cancelled", "The request was cancelled.")
+            deadline_ms = self.admission.check(asked, self._now, has_room=self.pool.has_room())
         except HeadraceError as error:
             self.refusals[error.code] = self.refusals.get(error.code, 0) + 1
-            self._do(
-                ev.AnswerAdmission(
-                    event.handle,
-                    AdmissionAnswer(
-                        admitted=False,
-                        epoch=self.epoch,
-                        code=error.code,
-                        message=error.message,
-                        param=error.param,
-                        retry_after_s=error.retry_after_s,
-                        limits=quota.rate_limits(self._now),
-                    ),
-                )
-            )
+            self._do(ev.AnswerAdmission(event.handle, self._refused(asked, error)))
             return
         request = Request(self._envelope_of(asked, deadline_ms), State.ADMITTED)
-        quota.reserve(request.cost, self._now)
-        self._enter(request)
-        heapq.heappush(self._lapses, (request.envelope.publish_by_ms + self.settings.lapse_margin_ms, request.id))
+        self.admission.reserve(request, self._now)
+        self.requests[request.id] = request
+        lapses_at_ms = request.envelope.publish_by_ms + self.settings.lapse_margin_ms
+        heapq.heappush(self._lapses, (lapses_at_ms, request.id))
         self._do(ev.AnswerAdmission(event.handle, self._admitted(request)))
 
-    def _check_admission(self, asked: AdmissionRequest, quota: Quota) -> int:
-        """Milliseconds to the first token that the request is promised; raises HeadraceError, charges nothing."""
-        tenant = self._tenant(asked.tenant)
-        cost = Cost(asked.prompt_tokens, asked.max_output_tokens * asked.choices)
-        deadline_ms = min(asked.deadline_ms or tenant.deadline_ms, self.settings.deadline_ms_max)
-        if asked.request_id in self.ended:
-            raise HeadraceError("conflict", "A request with this id has ended.")
-        if asked.request_id in self._cancelled_unknown:
-            raise HeadraceError("cancelled", "The request was cancelled.")
-        if asked.priority not in tenant.priorities:
-            raise HeadraceError(
-                "permission_denied", f"The tenant may not use priority {asked.priority}.", param="priority"
-            )
-        self._check_budget(tenant)
-        quota.check(cost, self._now, self.drain.turnover_ms(quota.open))
-        limits = self.manifest.limits
-        own_full = (
-            quota.waiting + 1 > limits.tenant_queued_requests
-            or quota.waiting_tokens + cost.total > limits.tenant_queued_tokens
+    def _refused(self, asked: AdmissionRequest, error: HeadraceError) -> AdmissionAnswer:
+        return AdmissionAnswer(
+            admitted=False,
+            epoch=self.epoch,
+            code=error.code,
+            message=error.message,
+            param=error.param,
+            retry_after_s=error.retry_after_s,
+            limits=self.admission.quota(asked.tenant, self._now).rate_limits(self._now),
         )
-        full = self.waiting + 1 > limits.queued_requests or self.waiting_tokens + cost.total > limits.queued_tokens
-        wait_ms = self._predicted_wait_ms(asked.tenant, quota, cost)
-        if own_full:
-            raise HeadraceError(
-                "rate_limit_exceeded",
-                "The tenant's share of the model's queue is full.",
-                retry_after_s=min(60, seconds(wait_ms / max(1, quota.waiting))),
-            )
-        if full:
-            raise HeadraceError(
-                "overloaded",
-                "The model's queue is full.",
-                retry_after_s=min(60, seconds(wait_ms / max(1, self.waiting))),
-            )
-        if wait_ms > deadline_ms:
-            raise HeadraceError(
-                "overloaded",
-                f"The first token is expected after {wait_ms} ms, later than the deadline of {deadline_ms} ms.",
-                retry_after_s=seconds(wait_ms - deadline_ms),
-            )
-        return deadline_ms
-
-    def _check_budget(self, tenant: TenantRecord) -> None:
-        budget = tenant.monthly_budget_tokens
-        if budget is None:
-            return
-        moment = datetime.fromtimestamp(self._now / 1000, UTC)
-        month, used = self.budgets.get(tenant.name, ("", 0))
-        if month == moment.strftime("%Y-%m") and used >= budget:
-            following = moment.replace(day=28, hour=0, minute=0, second=0, microsecond=0)
-            following = (
-                following.replace(day=1, month=following.month % 12 + 1)
-                if following.month < 12
-                else (following.replace(day=1, month=1, year=following.year + 1))
-            )
-            raise HeadraceError(
-                "insufficient_quota",
-                f"The monthly budget of {budget} tokens is used up; it starts anew on {following:%Y-%m-%d} UTC.",
-                retry_after_s=seconds(following.timestamp() * 1000 - self._now),
-            )
-
-    def _predicted_wait_ms(self, tenant: str, quota: Quota, cost: Cost) -> int:
-        """Expected time to dispatch: the work that goes first over the measured drain rate; 0 when unknown."""
-        if self.waiting == 0 and self.pool.has_room():
-            return 0
-        share = self.queue.shares.get(tenant)
-        weight = share.weight if share is not None else self._tenant(tenant).weight
-        others = self.queue.waiting_weight - (weight if share is not None and share.waiting else 0.0)
-        fair_ahead = (quota.waiting_tokens + cost.total) * (others + weight) / weight
-        return self.drain.wait_ms(min(float(self.waiting_tokens + cost.total), fair_ahead))
 
     def _envelope_of(self, asked: AdmissionRequest, deadline_ms: int) -> RequestEnvelope:
         return RequestEnvelope(
@@ -383,7 +176,7 @@ class Core:
             epoch=self.epoch,
             publish_by_ms=request.envelope.publish_by_ms,
             deadline_at_ms=request.envelope.deadline_at_ms,
-            limits=self._quota(request.tenant).rate_limits(self._now),
+            limits=self.admission.quota(request.tenant, self._now).rate_limits(self._now),
         )
 
     # -- arrival -----------------------------------------------------------------------------------------
@@ -398,7 +191,7 @@ class Core:
             self._do(ev.AckRequest(event.seq))  # A second copy under the same id.
             return
         if request.state is not State.ADMITTED:
-            if request.state in _WITH_WORKER and request.work_seq:
+            if request.state in WITH_WORKER and request.work_seq:
                 self._do(ev.AckRequest(event.seq))
             elif not request.request_seq:
                 request.request_seq = event.seq  # Ending; acknowledged when the end is stored.
@@ -427,15 +220,15 @@ class Core:
     def _unknown_stored(self, event: ev.RequestStored) -> None:
         """A stored request that this term did not admit: an earlier owner's, a late one, or one already ended."""
         envelope = event.envelope
-        ended = self.ended.get(envelope.request_id)
-        if ended is not None and not self._may_follow(ended.event):
+        ended = self.memory.ended(envelope.request_id)
+        if ended is not None and not endings.may_follow(ended.event):
             self._do(ev.AckRequest(event.seq))
             return
         request = Request(envelope, State.ADMITTED)
         request.request_seq = event.seq
-        self._quota(request.tenant).adopt(request.cost, request.envelope.admitted_at_ms, self._now)
-        self._enter(request)
-        if envelope.request_id in self._cancelled_unknown:
+        self.admission.adopt(request, self._now, waits=True)
+        self.requests[request.id] = request
+        if self.memory.cancelled(envelope.request_id):
             self._end(request, "cancelled", "cancelled", "The request was cancelled.")
         elif event.stored_at_ms > envelope.publish_by_ms:
             self._end(request, "expired", "deadline_exceeded", "The request reached the queue too late.")
@@ -452,11 +245,11 @@ class Core:
         request.attempt = event.attempt
         request.counted = event.attempt
         request.deaths = int(event.engine_death or event.outcome == "lost")
-        self.ended.pop(request.id, None)
+        self.memory.forget(request.id)
 
     def _enqueue(self, request: Request) -> None:
         envelope = request.envelope
-        self.queue.set_weight(request.tenant, self._tenant(request.tenant).weight)
+        self.queue.set_weight(request.tenant, self.admission.tenant(request.tenant).weight)
         self.queue.push(
             request.id,
             request.tenant,
@@ -504,7 +297,7 @@ class Core:
     def _dispatch_to(self, request: Request, worker: Worker) -> None:
         self.pool.drop_claim(request.id)
         request.charged = self.queue.serve(request.id)
-        self._waits(request, -1)
+        self.admission.wait(request, -1, self._now)
         self._advance(request, "dispatch")
         self._place_on(request, worker, request.attempt + 1)
         request.dispatched_at_ms = self._now
@@ -567,61 +360,27 @@ class Core:
     def _end(self, request: Request, outcome: Outcome, code: str, message: str) -> None:
         """Ask for the present attempt's end; what is stored first decides (TerminalStored)."""
         number = request.open_attempt
-        progress = request.progress
-        envelope = request.envelope
+        event = endings.proposed(
+            request, number, outcome, code, message, version=self._version_of(request), now_ms=self._now
+        )
         if request.state is not State.ENDING:
             if request.state in WAITING:
                 self._leave_queue(request)
-            else:
-                request.history.append(f"{self._now} asks for {outcome}")
             request.attempt = number
             self._advance(request, "end")
-        self._do(
-            ev.StoreTerminal(
-                AttemptEvent(
-                    request_id=request.id,
-                    attempt=number,
-                    tenant=request.tenant,
-                    key_id=envelope.key_id,
-                    model=self.model,
-                    version=self._version_of(request),
-                    endpoint=envelope.endpoint,
-                    priority=envelope.priority,
-                    outcome=outcome,
-                    reporter="scheduler",
-                    worker=request.worker if outcome == "lost" else "",
-                    stream=envelope.stream,
-                    error_code=code,
-                    error_message=message,
-                    retryable=outcome == "lost",
-                    engine_death=outcome == "lost" and request.was_held,
-                    choices=envelope.choices,
-                    prompt_tokens=progress.prompt_tokens if progress else 0,
-                    cached_tokens=progress.cached_tokens if progress else 0,
-                    completion_tokens=progress.completion_tokens if progress else 0,
-                    reserved_tokens=request.cost.total,
-                    admitted_at_ms=envelope.admitted_at_ms,
-                    dispatched_at_ms=request.dispatched_at_ms if number else 0,
-                    ended_at_ms=self._now,
-                    client_request_id=envelope.client_request_id,
-                )
-            )
-        )
+        self._do(ev.StoreTerminal(event))
 
     def _version_of(self, request: Request) -> str:
         worker = self.pool.workers.get(request.worker)
-        return worker.beat.version if worker is not None else request.envelope.version or self.manifest.version
+        return (
+            worker.beat.version if worker is not None else request.envelope.version or self.admission.manifest.version
+        )
 
     def _terminal_stored(self, stored: ev.TerminalStored) -> None:
         event = stored.event
         request = self.requests.get(event.request_id)
         if request is None:
-            known = self.ended.get(event.request_id)
-            if known is None or known.event.attempt < event.attempt:
-                self._remember(event, None)
-                if known is None and self.recovering and event.outcome in ("completed", "cancelled"):
-                    used = Cost(event.prompt_tokens, event.completion_tokens)
-                    self._quota(event.tenant).replay(used, event.admitted_at_ms, self._now)
+            self._unknown_ended(event)
             return
         if event.attempt != request.open_attempt:
             return
@@ -634,61 +393,38 @@ class Core:
             self._leave_queue(request)
         else:
             self._release(request, event)
-        void = event.outcome == "lost" or (event.outcome == "failed" and event.retryable)
-        if void and event.reporter == "worker":
-            request.was_held = True
-        if void and request.was_held:
-            request.counted += 1
-            request.deaths += int(event.outcome == "lost" or event.engine_death)
-        if void and self._may_retry(request, event):
-            self._retry(request)
-            return
-        error = self._final_error(request, event) if event.outcome not in ("completed", "cancelled") else None
-        if event.outcome == "cancelled" and event.reporter == "scheduler":
-            error = ErrorData(code="cancelled", message=event.error_message)
+        running = request.state is State.RUNNING
+        void = endings.is_void(event)
+        if void:
+            self._count_void(request, event)
+            if endings.may_retry(request, event, running=running):
+                self._retry(request)
+                return
+        error = endings.final_error(request, event)
         if error is not None and (event.reporter == "scheduler" or void):
             self._send_frame(request, "error", msgspec.json.encode(error))
         self._finish(request, event, error)
 
-    def _may_retry(self, request: Request, event: AttemptEvent) -> bool:
-        tokens_seen = event.completion_tokens > 0 or request.state is State.RUNNING
-        return (
-            not request.cancel_reason
-            and not (request.envelope.stream and tokens_seen)
-            and request.counted < self.settings.attempts_max
-            and request.attempt < self.settings.dispatches_max
-        )
+    def _count_void(self, request: Request, event: AttemptEvent) -> None:
+        """Attempts that no worker ever held do not count against the request."""
+        if event.reporter == "worker" or request.was_held:
+            request.counted += 1
+            request.deaths += int(event.outcome == "lost" or event.engine_death)
 
-    def _may_follow(self, event: AttemptEvent) -> bool:
-        """Whether a stored end of an unknown request lets another attempt follow."""
-        void = event.outcome == "lost" or (event.outcome == "failed" and event.retryable)
-        unseen = not event.stream or event.completion_tokens == 0
-        return void and unseen and event.attempt < self.settings.attempts_max
+    def _unknown_ended(self, event: AttemptEvent) -> None:
+        """The end of a request that this term does not know: an earlier term's, or one whose WORK comes next."""
+        known = self.memory.ended(event.request_id)
+        if known is None or known.event.attempt < event.attempt:
+            self.memory.add_ended(event, None, self._now)
+        if known is None and self.recovering and event.outcome in ("completed", "cancelled"):
+            used = Cost(event.prompt_tokens, event.completion_tokens)
+            self.admission.quota(event.tenant, self._now).replay(used, event.admitted_at_ms, self._now)
 
     def _retry(self, request: Request) -> None:
         self._send_frame(request, "lost", msgspec.json.encode(LostData(retry=True)))
         self._advance(request, "retry")
-        self._waits(request, 1)
+        self.admission.wait(request, 1, self._now)
         self._enqueue(request)
-
-    def _final_error(self, request: Request, event: AttemptEvent) -> ErrorData:
-        if event.outcome == "expired":
-            return ErrorData(code="deadline_exceeded", message=event.error_message)
-        if request.deaths >= self.settings.attempts_max:
-            return ErrorData(
-                code="request_quarantined",
-                message=f"Request {request.id} ended {request.deaths} workers or engines and is not tried again.",
-            )
-        if event.outcome == "lost":
-            return ErrorData(
-                code="worker_lost",
-                message=f"The worker of request {request.id}, attempt {event.attempt}, was lost.",
-            )
-        message = event.error_message or "The attempt failed."
-        return ErrorData(
-            code=event.error_code or "engine_error",
-            message=f"{message} (request {request.id}, attempt {event.attempt})",
-        )
 
     def _release(self, request: Request, event: AttemptEvent) -> None:
         """The attempt no longer runs: its worker has room again, unused and void work is given back."""
@@ -701,7 +437,7 @@ class Core:
         if event.outcome in ("completed", "cancelled"):
             used = event.prompt_tokens - event.cached_tokens + event.completion_tokens
         self.queue.settle(request.tenant, request.charged, used)
-        self.drain.done(request.charged, self._now - request.dispatched_at_ms)
+        self.admission.drain.done(request.charged, self._now - request.dispatched_at_ms)
         request.charged = 0.0
         request.dispatched_at_ms = 0
 
@@ -709,7 +445,7 @@ class Core:
         used = Cost(0, 0)
         if event.outcome in ("completed", "cancelled"):
             used = Cost(event.prompt_tokens, event.completion_tokens)
-        self._quota(request.tenant).settle(request.cost, used, self._now, refund_request=False)
+        self.admission.settle(request, used, self._now)
         if request.request_seq:
             self._do(ev.AckRequest(request.request_seq))
         if request.work_seq and (event.reporter == "scheduler" or event.retryable or self.recovering):
@@ -718,23 +454,16 @@ class Core:
             self._do(ev.AnswerCancel(handle, CancelAnswer(durable=True, outcome=event.outcome)))
         self.outcomes[event.outcome] = self.outcomes.get(event.outcome, 0) + 1
         self._forget(request)
-        self._remember(event, error)
+        self.memory.add_ended(event, error, self._now)
 
     def _forget(self, request: Request) -> None:
         del self.requests[request.id]
-        self.reserved_tokens -= request.cost.total
         self._cancelling.discard(request.id)
         self.pool.drop_claim(request.id)
         if holder := request.envelope.holder:
             held = self._holders.get(holder)
             if held is not None:
                 held[1].discard(request.id)
-
-    def _remember(self, event: AttemptEvent, error: ErrorData | None) -> None:
-        self.ended.pop(event.request_id, None)
-        self.ended[event.request_id] = Ended(event, error, self._now + self.settings.remember_ms)
-        while len(self.ended) > self.settings.remember_max:
-            self.ended.popitem(last=False)
 
     def _expire(self, request: Request) -> None:
         waited = self._now - request.envelope.admitted_at_ms
@@ -754,14 +483,12 @@ class Core:
             request.cancel_waiters.append(event.handle)
             self._cancel(request, event.request.reason)
             return
-        ended = self.ended.get(request_id)
+        ended = self.memory.ended(request_id)
         if ended is not None and ended.event.tenant == event.tenant:
             self._do(ev.AnswerCancel(event.handle, CancelAnswer(durable=True, outcome=ended.event.outcome)))
             return
         if request is None and ended is None:
-            self._cancelled_unknown[request_id] = self._now + self.settings.remember_ms
-            while len(self._cancelled_unknown) > self.settings.remember_max:
-                self._cancelled_unknown.popitem(last=False)
+            self.memory.add_cancelled(request_id, self._now)
         self._do(ev.AnswerCancel(event.handle, CancelAnswer(durable=True)))
 
     def _cancel(self, request: Request, reason: str) -> None:
@@ -770,7 +497,7 @@ class Core:
         request.cancel_reason = reason
         if request.state in WAITING:
             self._end(request, "cancelled", "cancelled", f"The request was cancelled: {reason}.")
-        elif request.state in _WITH_WORKER:
+        elif request.state in WITH_WORKER:
             self._cancelling.add(request.id)
             if request.work_seq or request.was_held:
                 self._send_cancel(request)
@@ -791,38 +518,13 @@ class Core:
     def _control_answered(self, event: ev.ControlAnswered) -> None:
         """A worker that never held the attempt will not start it: the scheduler stores the end itself."""
         request = self.requests.get(event.request_id)
-        if request is None or request.attempt != event.attempt or request.state not in _WITH_WORKER:
+        if request is None or request.attempt != event.attempt or request.state not in WITH_WORKER:
             return
         if event.answer is not None and event.answer.status == "unknown" and request.cancel_reason:
             self._end(request, "cancelled", "cancelled", f"The request was cancelled: {request.cancel_reason}.")
 
     def _status_asked(self, event: ev.StatusAsked) -> None:
-        request = self.requests.get(event.request_id)
-        answer = StatusAnswer(state="unknown")
-        if request is not None and request.tenant == event.tenant:
-            state = request.state
-            answer = StatusAnswer(
-                state="admitted"
-                if state is State.ADMITTED
-                else "queued"
-                if state in (State.QUEUED, State.DISPATCHING)
-                else "dispatched"
-                if state is State.DISPATCHED
-                else "running",
-                attempt=request.attempt,
-                worker=request.worker,
-            )
-        elif (ended := self.ended.get(event.request_id)) is not None and ended.event.tenant == event.tenant:
-            stored = ended.event
-            answer = StatusAnswer(
-                state="ended",
-                attempt=stored.attempt,
-                worker=stored.worker,
-                outcome=stored.outcome,
-                last_seq=stored.last_seq,
-                error=ended.error,
-            )
-        self._do(ev.AnswerStatus(event.handle, answer))
+        self._do(ev.AnswerStatus(event.handle, views.status(self, event.tenant, event.request_id)))
 
     # -- workers and holders -----------------------------------------------------------------------------
 
@@ -840,7 +542,7 @@ class Core:
                 continue
             request.was_held = True
             request.progress = progress
-            if progress.completion_tokens > 0 and request.state in _WITH_WORKER:
+            if progress.completion_tokens > 0 and request.state in WITH_WORKER:
                 worker.suspects.discard(request.id)
                 if request.state is not State.RUNNING:
                     self._advance(request, "progress")
@@ -874,7 +576,7 @@ class Core:
             self.lost_workers += 1
         for request_id in list(worker.work):
             request = self.requests[request_id]
-            if request.state in _WITH_WORKER:
+            if request.state in WITH_WORKER:
                 self._end(request, "lost", "worker_lost", f"Worker {worker.beat.worker} was not heard for too long.")
 
     # -- time --------------------------------------------------------------------------------------------
@@ -894,25 +596,19 @@ class Core:
         for request_id in list(self._cancelling):
             request = self.requests[request_id]
             repeat_at = request.cancel_sent_at_ms + self.settings.cancel_repeat_ms
-            if request.state in _WITH_WORKER and repeat_at <= now:
+            if request.state in WITH_WORKER and repeat_at <= now:
                 self._send_cancel(request)
-        self._forget_old()
-        self.drain.pass_time(now, saturated=len(self.queue) > 0)
+        self.memory.pass_time(now)
+        self.admission.drain.pass_time(now, saturated=len(self.queue) > 0)
         self._dispatch()
 
     def _lapse(self, request: Request) -> None:
         """Admitted and never published: the reservation comes back; the id is remembered, should it come later."""
         self._leave_queue(request)
-        self._quota(request.tenant).settle(request.cost, Cost(0, 0), self._now, refund_request=True)
+        self.admission.settle(request, Cost(0, 0), self._now, refund_request=True)
         self._forget(request)
         for handle in request.cancel_waiters:
             self._do(ev.AnswerCancel(handle, CancelAnswer(durable=True)))
-
-    def _forget_old(self) -> None:
-        while self.ended and next(iter(self.ended.values())).until_ms <= self._now:
-            self.ended.popitem(last=False)
-        while self._cancelled_unknown and next(iter(self._cancelled_unknown.values())) <= self._now:
-            self._cancelled_unknown.popitem(last=False)
 
     # -- takeover ----------------------------------------------------------------------------------------
 
@@ -927,13 +623,13 @@ class Core:
             return
         if known is not None:
             return  # Queued again here; the attempt found is dropped when the next one is stored.
-        ended = self.ended.get(request_id)
+        ended = self.memory.ended(request_id)
         if not self.recovering or (ended is not None and ended.event.attempt > item.attempt):
             self._do(ev.DeleteWork(event.seq))  # Nobody needs it: ended here, or stored too late.
             return
         request = Request(item.request, State.DISPATCHED)
-        self._quota(request.tenant).adopt(request.cost, request.envelope.admitted_at_ms, self._now)
-        self.queue.set_weight(request.tenant, self._tenant(request.tenant).weight)
+        self.admission.adopt(request, self._now, waits=False)
+        self.queue.set_weight(request.tenant, self.admission.tenant(request.tenant).weight)
         self.queue.adopt(request.tenant, request.cost.total)
         request.charged = request.cost.total
         request.work_seq = event.seq
@@ -941,10 +637,9 @@ class Core:
         request.counted = item.attempt - 1
         self._place_on(request, self.pool.expect(item.worker, self.model, item.version), item.attempt)
         self.requests[request_id] = request
-        self.reserved_tokens += request.cost.total
         self._hold(request)
         if ended is not None and ended.event.attempt == item.attempt:
-            del self.ended[request_id]
+            self.memory.forget(request_id)
             self._decide(request, ended.event)
 
     def _recovered(self, event: ev.Recovered) -> None:
@@ -954,20 +649,14 @@ class Core:
     # -- settings ----------------------------------------------------------------------------------------
 
     def _tenant_changed(self, event: ev.TenantChanged) -> None:
-        if event.record is None:
-            self.tenants.pop(event.name, None)
-            return
-        self.tenants[event.name] = event.record
-        self.queue.set_weight(event.name, event.record.weight)
-        if (quota := self.quotas.get(event.name)) is not None:
-            quota.set_limits(self._limits_of(event.record), self._now)
+        self.admission.set_tenant(event.name, event.record, self._now)
 
     def _manifest_changed(self, event: ev.ManifestChanged) -> None:
-        self.manifest = event.manifest
+        self.admission.manifest = event.manifest
         self.pool.kv_overbooking = event.manifest.limits.kv_overbooking
 
     def _budget_seen(self, event: ev.BudgetSeen) -> None:
-        self.budgets[event.tenant] = (event.month, event.tokens)
+        self.admission.budgets[event.tenant] = (event.month, event.tokens)
 
     # -- small things ------------------------------------------------------------------------------------
 
@@ -980,102 +669,12 @@ class Core:
             raise InvalidTransition(f"{request.id}: {what} in state {request.state.value}; {request.history}")
         request.move(state, self._now)
 
-    def _enter(self, request: Request) -> None:
-        self.requests[request.id] = request
-        self.reserved_tokens += request.cost.total
-        self._waits(request, 1)
-
-    def _waits(self, request: Request, sign: int) -> None:
-        quota = self._quota(request.tenant)
-        tokens = sign * request.cost.total
-        quota.waiting += sign
-        quota.waiting_tokens += tokens
-        self.waiting += sign
-        self.waiting_tokens += tokens
-
     def _leave_queue(self, request: Request) -> None:
         self.queue.remove(request.id)
-        self._waits(request, -1)
+        self.admission.wait(request, -1, self._now)
 
     def _send_frame(self, request: Request, kind: FrameKind, data: bytes) -> None:
         reply = request.envelope.reply
         if reply.subject:
             frame = Frame(stream=reply.stream, attempt=request.open_attempt, seq=-1, kind=kind, data=msgspec.Raw(data))
             self._do(ev.SendFrame(reply.subject, frame))
-
-    def _tenant(self, name: str) -> TenantRecord:
-        return self.tenants.get(name) or TenantRecord(name=name)
-
-    def _limits_of(self, record: TenantRecord) -> TenantLimits:
-        return record.model_limits.get(self.model, record.limits)
-
-    def _quota(self, tenant: str) -> Quota:
-        quota = self.quotas.get(tenant)
-        if quota is None:
-            quota = self.quotas[tenant] = Quota(self._limits_of(self._tenant(tenant)), self._now)
-        return quota
-
-    def queues(self) -> QueueAnswer:
-        """The live queues, for operators and gateways' readiness."""
-        oldest: dict[str, int] = {}
-        running: dict[str, int] = {}
-        for request in self.requests.values():
-            if request.state in WAITING:
-                oldest[request.tenant] = min(
-                    oldest.get(request.tenant, request.envelope.admitted_at_ms),
-                    request.envelope.admitted_at_ms,
-                )
-            else:
-                running[request.tenant] = running.get(request.tenant, 0) + 1
-        tenants = []
-        for name, quota in self.quotas.items():
-            if quota.open:
-                share = self.queue.shares.get(name)
-                tenants.append(
-                    TenantQueue(
-                        tenant=name,
-                        waiting=quota.waiting,
-                        waiting_tokens=quota.waiting_tokens,
-                        running=running.get(name, 0),
-                        reserved_tokens=quota.reserved_tokens,
-                        served_counter=share.counter if share else 0.0,
-                        oldest_wait_ms=self._now - oldest[name] if name in oldest else 0,
-                    )
-                )
-        return QueueAnswer(
-            model=self.model,
-            owner=self.owner,
-            epoch=self.epoch,
-            waiting=self.waiting,
-            running=len(self.requests) - self.waiting,
-            reserved_tokens=self.reserved_tokens,
-            workers=[worker.beat for worker in self.pool.workers.values()],
-            tenants=sorted(tenants, key=lambda line: line.tenant),
-        )
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError when the state contradicts itself; tests call it after every step."""
-        waiting = [r for r in self.requests.values() if r.state in WAITING]
-        queued = [r for r in waiting if r.state is State.QUEUED]
-        assert self.waiting == len(waiting), (self.waiting, len(waiting))
-        assert self.waiting_tokens == sum(r.cost.total for r in waiting)
-        assert self.reserved_tokens == sum(r.cost.total for r in self.requests.values())
-        assert len(self.queue) == len(queued) and all(r.id in self.queue for r in queued)
-        assert not set(self.requests) & set(self.ended)
-        for name, quota in self.quotas.items():
-            own = [r for r in self.requests.values() if r.tenant == name]
-            assert quota.open == len(own), name
-            assert quota.waiting == sum(r.state in WAITING for r in own), name
-            assert quota.reserved_tokens == sum(r.cost.total for r in own), name
-        for name, share in self.queue.shares.items():
-            own = [r for r in self.requests.values() if r.tenant == name]
-            assert share.waiting == sum(r.state is State.QUEUED for r in own), name
-            assert share.running == sum(r.dispatched_at_ms > 0 for r in own), name
-        for worker in self.pool.workers.values():
-            assert worker.slots_reserved == sum(slots for slots, _ in worker.work.values())
-            assert worker.kv_reserved == sum(tokens for _, tokens in worker.work.values())
-            for request_id in worker.work:
-                assert self.requests[request_id].worker == worker.beat.worker
-            assert worker.slots_reserved <= max(worker.beat.slots, 0) or worker.beat.state == "starting"
-        for request in self.requests.values():
-            assert not (request.state is State.QUEUED and request.dispatched_at_ms)

@@ -23,8 +23,8 @@ class Collector:
 
     def collect(self) -> Iterator[Metric]:
         gauges: list[tuple[str, str, Callable[[Core], float]]] = [
-            ("waiting", "Requests admitted and not dispatched.", lambda core: core.waiting),
-            ("running", "Requests dispatched and not ended.", lambda core: len(core.requests) - core.waiting),
+            ("waiting", "Requests admitted and not dispatched.", lambda core: core.admission.waiting),
+            ("running", "Requests dispatched and not ended.", lambda core: len(core.requests) - core.admission.waiting),
         ]
         cores = self._cores()
         for name, text, figure in gauges:
@@ -36,12 +36,12 @@ class Collector:
             (
                 "headrace_reserved_tokens",
                 "Tokens reserved by open requests.",
-                lambda core: core.reserved_tokens,
+                lambda core: core.admission.reserved_tokens,
             ),
             (
                 "headrace_waiting_tokens",
                 "Tokens reserved by waiting requests.",
-                lambda core: core.waiting_tokens,
+                lambda core: core.admission.waiting_tokens,
             ),
             ("headrace_workers", "Workers that are heard.", lambda core: len(core.pool.workers)),
         ):

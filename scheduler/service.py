@@ -34,6 +34,7 @@ from contracts.messages import (
     WorkItem,
 )
 from scheduler import events as ev
+from scheduler import views
 from scheduler.config import SchedulerConfig
 from scheduler.core import Core, Settings
 from scheduler.lease import Lease
@@ -223,7 +224,7 @@ class Term:
         self.feed(ev.StatusAsked(tenant, STATUS.decode(message.data).request_id, message))
 
     def _on_queues(self, message: Incoming) -> None:
-        self._spawn(message.respond(ENCODER.encode(self.core.queues())))
+        self._spawn(message.respond(ENCODER.encode(views.queues(self.core, now_ms()))))
 
     def _on_request(self, message: Incoming) -> None:
         self._last_request_seq = max(self._last_request_seq, message.stream_seq)

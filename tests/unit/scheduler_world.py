@@ -31,6 +31,7 @@ from contracts.messages import (
     WorkItem,
 )
 from scheduler import events as ev
+from scheduler import views
 from scheduler.core import Core, Settings
 
 EPOCH = Epoch(1, 7)
@@ -111,7 +112,7 @@ class World:
     def feed(self, event: ev.Event) -> None:
         for effect in self.core.step(event, self.now):
             self.perform(effect)
-        self.core.check_invariants()
+        views.check_invariants(self.core)
 
     def perform(self, effect: ev.Effect) -> None:
         match effect:

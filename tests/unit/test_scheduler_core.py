@@ -15,7 +15,7 @@ from contracts.messages import (
     TenantRecord,
 )
 from scheduler import events as ev
-from scheduler.core import TRANSITIONS, InvalidTransition, State
+from scheduler.request import TRANSITIONS, InvalidTransition, State
 from tests.unit.scheduler_world import EPOCH, FakeWorker, World
 
 ERROR = msgspec.json.Decoder(ErrorData)
@@ -84,17 +84,17 @@ def test_a_request_is_dispatched_acknowledged_and_settled() -> None:
     progress = worker.running.pop((request_id, 1))
     made.end(worker, msgspec.structs.replace(progress, completion_tokens=4), "completed")
     run_pending(made)
-    assert made.core.ended[request_id].event.outcome == "completed"
-    assert made.core.reserved_tokens == 0 and not made.core.requests
+    assert made.core.memory.ended(request_id).event.outcome == "completed"
+    assert made.core.admission.reserved_tokens == 0 and not made.core.requests
 
 
 def test_admission_is_idempotent_by_request_id() -> None:
     made = world()
     request_id = made.ask(tenant="t0")
-    reserved = made.core.reserved_tokens
+    reserved = made.core.admission.reserved_tokens
     made.feed(ev.AdmissionAsked(made.asked[request_id], "again"))
     assert made.answers["again"] == made.answers[request_id]
-    assert made.core.reserved_tokens == reserved
+    assert made.core.admission.reserved_tokens == reserved
 
 
 def test_exactly_one_of_ten_parallel_requests_fits_the_token_limit() -> None:
@@ -111,7 +111,7 @@ def test_exactly_one_of_ten_parallel_requests_fits_the_token_limit() -> None:
     progress = worker.running.pop((admitted[0], 1))
     made.end(worker, msgspec.structs.replace(progress, completion_tokens=40), "completed")
     run_pending(made)
-    assert made.core.quotas["t0"].output.level(made.now) == pytest.approx(160, abs=1)
+    assert made.core.admission.quotas["t0"].output.level(made.now) == pytest.approx(160, abs=1)
 
 
 @pytest.mark.parametrize("kind", ["concurrency", "tokens", "queue"])
@@ -120,14 +120,14 @@ def test_a_refused_request_charges_nothing(kind: str) -> None:
     limits = TenantLimits(rpm=5, output_tpm=1000, concurrency=1 if kind == "concurrency" else None)
     made.feed(ev.TenantChanged("t0", TenantRecord(name="t0", limits=limits)))
     submit(made)
-    quota = made.core.quotas["t0"]
-    before = (quota.requests.level(made.now), quota.output.level(made.now), made.core.reserved_tokens)
+    quota = made.core.admission.quotas["t0"]
+    before = (quota.requests.level(made.now), quota.output.level(made.now), made.core.admission.reserved_tokens)
     refused = submit(made, max_output_tokens=995 if kind == "tokens" else 10)
     answer = made.answers[refused]
     assert not answer.admitted
     assert answer.code == ("overloaded" if kind == "queue" else "rate_limit_exceeded")
     assert answer.retry_after_s is not None and 1 <= answer.retry_after_s <= 60
-    assert before == (quota.requests.level(made.now), quota.output.level(made.now), made.core.reserved_tokens)
+    assert before == (quota.requests.level(made.now), quota.output.level(made.now), made.core.admission.reserved_tokens)
 
 
 def test_a_request_larger_than_a_bucket_is_told_which_limit() -> None:
@@ -142,8 +142,8 @@ def test_a_reservation_lapses_when_its_request_never_arrives() -> None:
     made.feed(ev.TenantChanged("t0", TenantRecord(name="t0", limits=TenantLimits(rpm=2))))
     made.ask(tenant="t0")
     made.pass_time(1_500)
-    assert made.core.reserved_tokens == 0
-    assert made.core.quotas["t0"].requests.level(made.now) == 2
+    assert made.core.admission.reserved_tokens == 0
+    assert made.core.admission.quotas["t0"].requests.level(made.now) == 2
 
 
 def test_a_request_stored_after_its_time_expires_and_never_runs() -> None:
@@ -236,7 +236,7 @@ def test_a_lost_worker_after_tokens_ends_a_stream_and_repeats_a_gathered_answer(
         if stream:
             assert ERROR.decode(frame.data).code == "worker_lost"
             assert made.attempts[(request_id, 1)].completion_tokens == 3
-            assert request_id in made.core.ended
+            assert made.core.memory.ended(request_id)
         else:
             assert frame.kind == "lost" and made.core.requests[request_id].state is State.QUEUED
 
@@ -259,7 +259,7 @@ def test_a_request_that_kills_two_workers_is_quarantined() -> None:
         worker.alive = False
         silence(made)
     assert ERROR.decode(made.frames[request_id][-1].data).code == "request_quarantined"
-    assert request_id in made.core.ended and not made.work
+    assert made.core.memory.ended(request_id) and not made.work
 
 
 def test_no_worker_holds_two_suspects_before_their_first_token() -> None:
@@ -358,8 +358,8 @@ def test_random_histories_end_every_request_exactly_once_and_leak_nothing(seed: 
         made.step()
     made.settle()
     core = made.core
-    assert core.reserved_tokens == core.waiting == core.waiting_tokens == 0
-    assert all(quota.open == 0 for quota in core.quotas.values())
+    assert core.admission.reserved_tokens == core.admission.waiting == core.admission.waiting_tokens == 0
+    assert all(quota.open == 0 for quota in core.admission.quotas.values())
     assert not made.requests, "nothing is left in REQUESTS"
     for request_id, asked in made.asked.items():
         ends = [event for (found, _), event in made.attempts.items() if found == request_id]

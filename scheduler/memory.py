@@ -1,0 +1,55 @@
+"""What is remembered of requests that are over, so that repeats and late messages find them; bounded."""
+
+from collections import OrderedDict
+
+import msgspec
+
+from contracts.messages import AttemptEvent, ErrorData
+
+REMEMBER_MS = 600_000
+"""Longer than any client repeats itself and any publish is stored late."""
+REMEMBER_MAX = 50_000
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """A request's last stored end and, where the scheduler told its caller one, the error."""
+
+    event: AttemptEvent
+    error: ErrorData | None
+    until_ms: int
+
+
+class Memory:
+    """Ended requests, and cancels of ids that nobody knows (yet). The oldest go first."""
+
+    def __init__(self) -> None:
+        self._ended: OrderedDict[str, Ended] = OrderedDict()
+        self._cancelled: OrderedDict[str, int] = OrderedDict()
+
+    def ended(self, request_id: str) -> Ended | None:
+        return self._ended.get(request_id)
+
+    def add_ended(self, event: AttemptEvent, error: ErrorData | None, now_ms: int) -> None:
+        self._ended.pop(event.request_id, None)
+        self._ended[event.request_id] = Ended(event, error, now_ms + REMEMBER_MS)
+        if len(self._ended) > REMEMBER_MAX:
+            self._ended.popitem(last=False)
+
+    def forget(self, request_id: str) -> None:
+        self._ended.pop(request_id, None)
+
+    def cancelled(self, request_id: str) -> bool:
+        """Whether a cancel of this id came before its request."""
+        return request_id in self._cancelled
+
+    def add_cancelled(self, request_id: str, now_ms: int) -> None:
+        self._cancelled.pop(request_id, None)
+        self._cancelled[request_id] = now_ms + REMEMBER_MS
+        if len(self._cancelled) > REMEMBER_MAX:
+            self._cancelled.popitem(last=False)
+
+    def pass_time(self, now_ms: int) -> None:
+        while self._ended and next(iter(self._ended.values())).until_ms <= now_ms:
+            self._ended.popitem(last=False)
+        while self._cancelled and next(iter(self._cancelled.values())) <= now_ms:
+            self._cancelled.popitem(last=False)
