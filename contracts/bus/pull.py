@@ -1,0 +1,339 @@
+"""Taking work from a durable consumer, never more than there is room for."""
+
+import asyncio
+import hashlib
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import nats.errors
+import structlog
+
+from contracts.bus import types
+from contracts.bus.connection import Subscription, stop
+from contracts.bus.streams import NO_STREAM, Streams
+from contracts.bus.tail import create_consumer
+from contracts.bus.types import BusError, Handler, Incoming, NotFound
+
+log = structlog.get_logger(__name__)
+
+PULL_EXPIRES_S = 2.0
+"""Life of one pull request: what a lost one costs (a restarted server forgets waiting pulls)."""
+EXPIRY_GRACE_S = 1.0
+"""How long after its expiry the server's word about a pull request is awaited before it counts as gone."""
+RETRY_WAIT_S = 0.25
+PULL_BATCH_MAX = 1024
+PULLS_WAITING_MAX = 4096
+"""Pull requests the server keeps for one consumer (its default, 512, is less than the slots of a big pool).
+"""
+HANDLER_CLOSE_S = 5.0
+CONSUMER_NAME_BYTES_MAX = 200
+"""The server takes 255; longer names are cut and completed by a hash."""
+
+
+_CONSUMER_GONE = ("Consumer Deleted", "Consumer is push based", "Leadership Change", "Server Shutdown")
+
+
+class Puller:
+    """Pulls by raw requests whenever ``credit()`` exceeds what was asked for or is in the handler's hands.
+
+    Raw requests, because the library's fetch hides errors, hangs over a restart and leaves stale pulls
+    behind. The one inbox stays, so a message that the server has sent is never dropped here.
+    """
+
+    def __init__(
+        self,
+        bus: Streams,
+        stream: str,
+        durable: str,
+        subject_filter: str,
+        handler: Handler,
+        *,
+        ack_wait_s: float,
+        credit: Callable[[], int],
+        max_ack_pending: int,
+        inactive_s: float | None,
+        recreate: bool,
+    ) -> None:
+        self._bus = bus
+        self._stream = stream
+        self._name = consumer_name(durable)
+        self._handle = bus._in_order(handler)
+        self._credit = credit
+        self._recreate = recreate
+        self._config: dict[str, Any] = {
+            "name": self._name,
+            "durable_name": self._name,
+            "filter_subject": subject_filter,
+            "ack_policy": "explicit",
+            "deliver_policy": "all",
+            "replay_policy": "instant",
+            "ack_wait": int(ack_wait_s * 1e9),
+            "max_deliver": -1,
+            "max_ack_pending": max_ack_pending,
+            "max_waiting": PULLS_WAITING_MAX,
+        }
+        if inactive_s is not None:
+            self._config["inactive_threshold"] = int(inactive_s * 1e9)
+        self._inbox = bus._client.new_inbox() + "."
+        self._subscription: Subscription | None = None
+        self._asked: dict[str, list[float]] = {}
+        """Pull requests that wait at the server: token -> [messages still to come by our count, when to give
+        up]."""
+        self._asked_total = 0
+        self._count = 0
+        self._broken = ""
+        self._pause_until = 0.0
+        self._wake = asyncio.Event()
+        self._received: deque[Incoming] = deque()
+        """What was received and has not come back from the handler, the one in its hands first."""
+        self._arrived = asyncio.Event()
+        self._closed = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Make the consumer; raises NotFound without the stream, or what else the server says."""
+        await self._make_consumer()
+        self._subscription = await self._bus._attach(self._inbox + "*", self._receive)
+        self._bus._readers.add(self)
+        self._bus._kicks.append(self._kick)
+        self._tasks = [self._bus._spawn(work, vital=True) for work in (self._run(), self._hand_over())]
+
+    def poke(self) -> None:
+        """Look at ``credit()`` again now; otherwise it is looked at after each message and every 2 s."""
+        self._wake.set()
+
+    async def close(self) -> None:
+        """Ask for no more and let the handler's call end, within a time limit.
+
+        What was received and not acknowledged comes again as the consumer is configured.
+        """
+        self._closed = True
+        self._bus._readers.discard(self)
+        if self._kick in self._bus._kicks:
+            self._bus._kicks.remove(self._kick)
+        if self._subscription is not None:
+            await self._subscription.close()
+        self._wake.set()
+        self._arrived.set()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=HANDLER_CLOSE_S)
+            await stop(*self._tasks)
+
+    def _kick(self) -> None:
+        """After a reconnect waiting pulls are gone, and what was sent into the cut is lost."""
+        self._break("reconnected")
+
+    def _break(self, why: str) -> None:
+        self._broken = self._broken or why
+        self._wake.set()
+
+    async def _make_consumer(self) -> None:
+        if self._recreate:
+            try:
+                await self._bus.api(f"CONSUMER.DELETE.{self._stream}.{self._name}")
+            except NotFound as error:
+                if error.err_code == NO_STREAM:
+                    raise
+        await create_consumer(self._bus, self._stream, self._config)
+
+    async def _run(self) -> None:
+        while not self._closed:
+            self._wake.clear()
+            if self._broken:
+                await self._resume()
+            now = time.monotonic()
+            self._expire(now)
+            await self._ask(now)
+            give_up = min((request[1] for request in self._asked.values()), default=now + PULL_EXPIRES_S)
+            try:
+                async with asyncio.timeout(max(0.01, give_up - now)):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    async def _resume(self) -> None:
+        logged = False
+        while not self._closed:
+            reason, self._broken = self._broken, ""
+            try:
+                self._asked.clear()
+                self._asked_total = 0
+                await self._make_consumer()
+                types.RESUMES.labels("pull").inc()
+                log.info("bus_pull_resumes", stream=self._stream, consumer=self._name, reason=reason)
+                return
+            except (BusError, nats.errors.Error) as error:
+                self._broken = reason
+                if not logged:  # the stream may be away for long
+                    log.warning("bus_pull_waits", stream=self._stream, consumer=self._name, error=str(error))
+                    logged = True
+            await asyncio.sleep(RETRY_WAIT_S)
+
+    def _expire(self, now: float) -> None:
+        """Forget pull requests about which the server's word did not come."""
+        for token in [token for token, request in self._asked.items() if request[1] <= now]:
+            self._forget(token, int(self._asked[token][0]))
+
+    def _forget(self, token: str, remaining: int) -> None:
+        if self._asked.pop(token, None) is not None:
+            self._asked_total = max(0, self._asked_total - remaining) if self._asked else 0
+
+    async def _ask(self, now: float) -> None:
+        if not self._bus.connected or now < self._pause_until:
+            return
+        try:
+            room = self._credit()
+        except Exception:
+            log.exception("bus_credit_failed", consumer=self._name)
+            return
+        batch = min(room - self._asked_total - len(self._received), PULL_BATCH_MAX)
+        if batch <= 0:
+            return
+        self._count += 1
+        token = str(self._count)
+        self._asked[token] = [batch, now + PULL_EXPIRES_S + EXPIRY_GRACE_S]
+        self._asked_total += batch
+        question = msgspec.json.encode({"batch": batch, "expires": int(PULL_EXPIRES_S * 1e9)})
+        try:
+            await self._bus._publish(
+                f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._name}", question, self._inbox + token
+            )
+        except nats.errors.Error:
+            self._forget(token, batch)
+
+    async def _receive(self, message: Incoming) -> None:
+        if not message.reply.startswith("$JS.ACK."):
+            self._status(message.headers.get("Status", ""), message)
+            return
+        self._asked_total = max(0, self._asked_total - 1)
+        for token, request in self._asked.items():
+            request[0] -= 1
+            if request[0] <= 0:
+                del self._asked[token]
+            break
+        self._received.append(message)
+        self._arrived.set()
+
+    async def _hand_over(self) -> None:
+        while not self._closed:
+            if not self._received:
+                self._arrived.clear()
+                await self._arrived.wait()
+                continue
+            await self._handle(self._received[0])
+            self._received.popleft()
+            self._wake.set()
+
+    def _status(self, status: str, message: Incoming) -> None:
+        """The server's word on a pull request: it expired, or something is wrong."""
+        token = message.subject.rpartition(".")[2]
+        asked = self._asked.get(token)
+        if status == "100" or asked is None:
+            return
+        description = message.headers.get("Description", "")
+        pending = message.headers.get("Nats-Pending-Messages")
+        self._forget(token, int(asked[0]) if pending is None else int(pending))
+        if status == "503" or description.startswith(_CONSUMER_GONE):
+            self._break(f"{status} {description}".strip())
+        elif status not in ("404", "408"):
+            log.warning("bus_pull_refused", stream=self._stream, consumer=self._name, reason=description)
+            self._pause_until = time.monotonic() + RETRY_WAIT_S
+        self._wake.set()
+
+
+class BatchPuller:
+    """Gathers messages into batches for one handler, and asks for more only when a batch is done."""
+
+    def __init__(
+        self,
+        bus: Streams,
+        handler: Callable[[list[Incoming]], Awaitable[None]],
+        *,
+        batch: int,
+        max_wait_s: float,
+    ) -> None:
+        self._bus = bus
+        self._handler = handler
+        self._batch = batch
+        self._max_wait_s = max_wait_s
+        self._gathered: list[Incoming] = []
+        self._arrived = asyncio.Event()
+        self._busy = False
+        self._closed = False
+        self._puller: Puller | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, stream: str, durable: str, subject_filter: str, *, ack_wait_s: float) -> None:
+        self._puller = Puller(
+            self._bus,
+            stream,
+            durable,
+            subject_filter,
+            self._gather,
+            ack_wait_s=ack_wait_s,
+            credit=lambda: 0 if self._busy else self._batch - len(self._gathered),
+            max_ack_pending=max(1000, 4 * self._batch),
+            inactive_s=None,
+            recreate=False,
+        )
+        await self._puller.start()
+        self._bus._readers.add(self)
+        self._task = self._bus._spawn(self._run(), vital=True)
+
+    def poke(self) -> None:
+        if self._puller is not None:
+            self._puller.poke()
+
+    async def close(self) -> None:
+        """Let a batch in the handler's hands end, within a time limit; what was gathered comes again."""
+        self._closed = True
+        self._bus._readers.discard(self)
+        if self._puller is not None:
+            await self._puller.close()
+        self._arrived.set()
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=HANDLER_CLOSE_S)
+            await stop(self._task)
+
+    def _gather(self, message: Incoming) -> None:
+        self._gathered.append(message)
+        self._arrived.set()
+
+    async def _run(self) -> None:
+        while not self._closed:
+            if not self._gathered:
+                self._arrived.clear()
+                await self._arrived.wait()
+                continue
+            await self._fill()
+            self._busy = True
+            batch, self._gathered = self._gathered, []
+            try:
+                await self._handler(batch)
+            except Exception as error:
+                self._bus._contain(f"batch of {len(batch)}", error)
+                await asyncio.sleep(RETRY_WAIT_S)
+            finally:
+                self._busy = False
+            self.poke()
+
+    async def _fill(self) -> None:
+        deadline = time.monotonic() + self._max_wait_s
+        while len(self._gathered) < self._batch and not self._closed:
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return
+
+
+def consumer_name(durable: str) -> str:
+    """``durable``, cut and completed by its hash when the server would not take it."""
+    if len(durable) <= CONSUMER_NAME_BYTES_MAX:
+        return durable
+    digest = hashlib.sha256(durable.encode()).hexdigest()[:32]
+    return f"{durable[: CONSUMER_NAME_BYTES_MAX - 33]}-{digest}"

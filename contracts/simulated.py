@@ -1,0 +1,115 @@
+"""What the simulated engine and those who count for it share: its request field, and its way to count tokens.
+
+The engine is `worker.simulated_engine`. The field ``simulate`` is its alone; every other engine refuses it.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from contracts.errors import HeadraceError
+from contracts.messages import Endpoint
+
+MESSAGE_TOKENS = 4
+"""Prompt tokens of a chat message beside its words."""
+
+_Span = Annotated[float, msgspec.Meta(ge=0, le=3_600_000)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=10_000_000)]
+
+
+class Simulate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body's field ``simulate``. Spans are milliseconds up to an hour. Unknown names are refused."""
+
+    tokens: list[str] | None = None
+    """The answer, one token each, passed on as it stands."""
+    token_hex: list[str] | None = None
+    """The same as hex digits of bytes, so that a token may hold a part of a character."""
+    ttft_ms: _Span | None = None
+    """Time to the first token instead of prompt tokens over the prefill speed."""
+    itl_ms: _Span | None = None
+    """Time between tokens instead of the engine's."""
+    fail_after: _Count | None = None
+    """The attempt fails after that many tokens, over all choices."""
+    exit_after: _Count | None = None
+    """The worker's process exits after that many tokens."""
+    hang_after: _Count | None = None
+    """The attempt stalls for ever after that many tokens."""
+    submit_delay_ms: _Span | None = None
+    """The worker waits that long between pull and submission to the engine."""
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and self.token_hex is not None:
+            raise ValueError("`tokens` and `token_hex` exclude each other")
+        for token in self.token_hex or ():
+            try:
+                bytes.fromhex(token)
+            except ValueError as error:
+                raise ValueError(f"`token_hex` holds {token[:32]!r}, which is not hex digits of whole bytes") from error
+
+    def script(self) -> list[bytes] | None:
+        """The scripted answer's tokens; None when there is none."""
+        if self.token_hex is not None:
+            return [bytes.fromhex(token) for token in self.token_hex]
+        return None if self.tokens is None else [token.encode() for token in self.tokens]
+
+
+def simulate_field(body: Mapping[str, Any]) -> Simulate | None:
+    """The field of an OpenAI body; raises HeadraceError ``invalid_request`` when it is malformed."""
+    try:
+        return msgspec.convert(body.get("simulate"), Simulate | None)
+    except msgspec.ValidationError as error:
+        raise HeadraceError("invalid_request", f"simulate: {error}", param="simulate") from error
+
+
+def simulated_prompts(endpoint: Endpoint, body: Mapping[str, Any]) -> list[list[str | int]]:
+    """The prompts of a body as the simulated engine's tokens; chat has one, completions may have several.
+
+    A token is a word between white space, or a token id as given; a chat message has MESSAGE_TOKENS more.
+    Raises HeadraceError ``invalid_request`` for a prompt of no known form. A million words take 0.1 s.
+    """
+    if endpoint == "chat/completions":
+        return [[token for message in _messages(body) for token in _message_tokens(message)]]
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        return [list(prompt.split())]
+    if isinstance(prompt, list) and prompt:
+        if all(isinstance(item, str) for item in prompt):
+            return [list(item.split()) for item in prompt]
+        if _are_ids(prompt):
+            return [prompt]
+        if all(isinstance(item, list) and item and _are_ids(item) for item in prompt):
+            return list(prompt)
+    raise HeadraceError("invalid_request", "prompt must be text, token ids, or a list of either", param="prompt")
+
+
+def simulated_prompt_tokens(endpoint: Endpoint, body: Mapping[str, Any]) -> int:
+    """Prompt tokens of a body over all its prompts, as the simulated engine counts them; raises as above."""
+    return sum(len(prompt) for prompt in simulated_prompts(endpoint, body))
+
+
+def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    messages = body.get("messages")
+    if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
+        return messages
+    raise HeadraceError("invalid_request", "messages must be a list of at least one message", param="messages")
+
+
+def _message_tokens(message: Mapping[str, Any]) -> Iterator[str]:
+    """The role, MESSAGE_TOKENS times, then the words."""
+    for _ in range(MESSAGE_TOKENS):
+        yield str(message.get("role"))
+    content = message.get("content")
+    if isinstance(content, str):
+        yield from content.split()
+    elif isinstance(content, list):
+        for part in content:
+            text = part.get("text") if isinstance(part, dict) else None
+            if isinstance(text, str):
+                yield from text.split()
+    elif content is not None:
+        raise HeadraceError("invalid_request", "content must be text or a list of parts", param="messages")
+
+
+def _are_ids(items: list[Any]) -> bool:
+    return all(type(item) is int and item >= 0 for item in items)

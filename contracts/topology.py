@@ -1,0 +1,137 @@
+"""The streams and buckets that Headrace needs: their settings, made idempotently, and what differs from them.
+
+Each size says why it has that value. Replicas are the operator's: streams are made with one and not compared.
+"""
+
+from typing import Any
+
+from contracts.bus import Bus, BusError, NotFound
+
+REQUESTS = "REQUESTS"
+WORK = "WORK"
+ATTEMPTS = "ATTEMPTS"
+DEAD_LETTERS = "DEAD_LETTERS"
+
+KEYS = "keys"
+TENANTS = "tenants"
+MODELS = "models"
+LEASES = "leases"
+BUDGETS = "budgets"
+
+BODIES = "bodies"
+
+LEASE_MARKER_TTL_S = 30
+"""How long the marker of an expired lease stays. Any value does: watches compare, kv_create takes over from
+it."""
+
+_MIB = 1024 * 1024
+_SECOND = 1_000_000_000
+_DAY = 86_400 * _SECOND
+
+_DUPLICATES = 120 * _SECOND
+"""Longer than any sender repeats (store: 5 s) plus an outage; costs some 100 bytes an id (a guess). Nothing
+rests on it."""
+
+
+def _stream(name: str, subjects: list[str], **settings: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "subjects": subjects,
+        "retention": "limits",
+        "storage": "file",
+        "discard": "new",
+        "allow_direct": True,
+        "duplicate_window": _DUPLICATES,
+        "max_age": 0,
+        "max_msgs": -1,
+        "max_bytes": -1,
+        "max_msgs_per_subject": -1,
+        **settings,
+    }
+
+
+def _bucket(name: str, mib: int, **settings: Any) -> dict[str, Any]:
+    return _stream(
+        f"KV_{name}",
+        [f"$KV.{name}.>"],
+        max_msgs_per_subject=1,
+        max_bytes=mib * _MIB,
+        allow_rollup_hdrs=True,
+        deny_delete=True,
+        allow_msg_ttl=True,
+        **settings,
+    )
+
+
+# The server sets max_bytes aside from its storage limit (three quarters of the free disk by default), so the
+# sum of about 3.4 GiB is kept moderate; a stream without max_bytes is bounded otherwise.
+STREAMS: list[dict[str, Any]] = [
+    # Bodies over 64 KB travel by reference: 512 MiB hold 8,000 of the largest messages, four full pools of
+    # 2,000.
+    _stream(REQUESTS, ["req.v1.>"], retention="workqueue", max_bytes=512 * _MIB),
+    # What is dispatched and has not ended: bounded by the workers' slots, 8,000 of the largest.
+    _stream(WORK, ["work.v1.>"], retention="workqueue", max_bytes=512 * _MIB),
+    # 0.25 KB of the server's memory each (DESIGN.md section 4): 1 GB in all, and some 3 GB of disk (0.7 KB
+    # each, a guess). That is 11 h of a ledger that is down at 100 requests/s. An attempt must be able to end
+    # at any time, hence discard old; the one event per subject is kept by Nats-Expected-Last-Subject-Sequence
+    # (a limit per subject would need discard new).
+    _stream(ATTEMPTS, ["attempt.v1.>"], discard="old", max_age=7 * _DAY, max_msgs=4_000_000),
+    # Malformed events, some KB each, for a person to look at within a month.
+    _stream(DEAD_LETTERS, ["dead.v1.>"], discard="old", max_age=30 * _DAY, max_bytes=128 * _MIB),
+    # Records of some 300 bytes: 64 MiB hold 200,000 keys, tenants or budgets; manifests have some 10 KB.
+    _bucket(KEYS, 64),
+    _bucket(TENANTS, 64),
+    _bucket(MODELS, 64),
+    _bucket(LEASES, 16, subject_delete_marker_ttl=LEASE_MARKER_TTL_S * _SECOND),
+    _bucket(BUDGETS, 64),
+    # Bodies up to 16 MiB: 128 of the largest at a time. Longest deadline plus retries stay under 2 h.
+    _stream(
+        f"OBJ_{BODIES}",
+        [f"$O.{BODIES}.C.>", f"$O.{BODIES}.M.>"],
+        max_age=2 * 3600 * _SECOND,
+        max_bytes=2048 * _MIB,
+        allow_rollup_hdrs=True,
+    ),
+]
+
+
+async def ensure(bus: Bus) -> list[str]:
+    """Create what is missing; what is there and differs is left alone and returned, one line per setting.
+
+    Any number of processes may do this at once: the server gives one of them the creation, and the same
+    answer to the others.
+    """
+    drift: list[str] = []
+    for wanted in STREAMS:
+        drift += _differences(wanted, await _existing(bus, wanted))
+    return drift
+
+
+async def _existing(bus: Bus, wanted: dict[str, Any]) -> dict[str, Any]:
+    name = wanted["name"]
+    try:
+        return await _config(bus, name)
+    except NotFound:
+        pass
+    try:
+        answer = await bus.api(f"STREAM.CREATE.{name}", {**wanted, "num_replicas": 1})
+        return dict(answer["config"])
+    except BusError as error:
+        # Somebody with other settings may have been first.
+        try:
+            return await _config(bus, name)
+        except NotFound:
+            raise error from None
+
+
+async def _config(bus: Bus, name: str) -> dict[str, Any]:
+    return dict((await bus.api(f"STREAM.INFO.{name}"))["config"])
+
+
+def _differences(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """The server leaves out settings that are zero or false."""
+    return [
+        f"{wanted['name']}: {setting} is {found.get(setting)!r}, should be {value!r}"
+        for setting, value in wanted.items()
+        if (found.get(setting) or 0) != (value or 0)
+    ]

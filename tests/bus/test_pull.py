@@ -1,0 +1,352 @@
+"""Taking work: never more than there is credit, nothing lost over restarts, deletions and wiped stores."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+
+import pytest
+
+from contracts import topology
+from contracts.bus import Bus, Incoming, NotFound
+from contracts.bus.pull import PULL_EXPIRES_S, Puller, consumer_name
+from tests.bus.conftest import Connect
+from tests.bus.helpers import eventually
+from tests.conftest import NatsServer
+
+SUBJECT = "work.v1.m.v.w1"
+
+
+async def publish(bus: Bus, *numbers: int) -> None:
+    for number in numbers:
+        await bus.store(SUBJECT, b"%d" % number, msg_id=f"{time.time_ns()}-{number}", timeout_s=20)
+
+
+class Worker:
+    """Takes what it is given into slots, and frees them by ``finish``."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.running: list[Incoming] = []
+        self.taken: list[int] = []
+        self.most = 0
+
+    def credit(self) -> int:
+        return self.slots - len(self.running)
+
+    def take(self, message: Incoming) -> None:
+        self.taken.append(int(message.data))
+        self.running.append(message)
+        self.most = max(self.most, len(self.running))
+
+    async def finish(self, puller: Puller) -> None:
+        assert await self.running[0].ack()
+        self.running.pop(0)
+        puller.poke()
+
+    async def start(self, bus: Bus, *, recreate: bool = False, ack_wait_s: float = 60) -> Puller:
+        return await bus.pull(
+            topology.WORK,
+            "w-1",
+            SUBJECT,
+            self.take,
+            ack_wait_s=ack_wait_s,
+            credit=self.credit,
+            recreate=recreate,
+        )
+
+
+async def waiting_pulls(bus: Bus) -> int:
+    return int((await bus.api(f"CONSUMER.INFO.{topology.WORK}.w-1"))["num_waiting"])
+
+
+async def settled(condition: Callable[[], object]) -> None:
+    """The condition holds and goes on to hold for a while."""
+    await eventually(condition)
+    await asyncio.sleep(0.1)
+    assert condition()
+
+
+async def test_never_asks_for_more_than_there_is_credit(bus: Bus) -> None:
+    worker = Worker(3)
+    await publish(bus, *range(10))
+    puller = await worker.start(bus)
+    await settled(lambda: worker.taken == [0, 1, 2])
+    worker.slots = 5
+    puller.poke()
+    await settled(lambda: worker.taken == [0, 1, 2, 3, 4])
+    while len(worker.taken) < 10 or worker.running:
+        await worker.finish(puller)
+        await asyncio.sleep(0.01)
+    assert worker.taken == list(range(10))
+    assert worker.most == 5
+    assert [m async for m in bus.read(topology.WORK, ">")] == []
+
+
+async def test_credit_holds_over_many_expiries_and_small_pulls(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pull requests expire with a word of how much they still lacked; the sum of what is asked stays right."""
+    monkeypatch.setattr("contracts.bus.pull.PULL_EXPIRES_S", 0.1)
+    worker = Worker(0)
+    puller = await worker.start(bus)
+    for slots in range(1, 9):
+        worker.slots = slots
+        puller.poke()
+        await asyncio.sleep(0.07)
+    await publish(bus, *range(5))
+    await settled(lambda: worker.taken == list(range(5)))
+    await asyncio.sleep(0.3)
+    assert puller._asked_total == 3
+    await publish(bus, *range(5, 20))
+    await settled(lambda: worker.taken == list(range(8)))
+    assert worker.most == 8
+    assert puller._asked_total == 0
+
+
+async def test_an_awaited_handler_counts_as_in_hand(bus: Bus) -> None:
+    running = most = 0
+    done: list[int] = []
+    await publish(bus, *range(6))
+
+    async def work(message: Incoming) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.02)
+        assert await message.ack()
+        running -= 1
+        done.append(int(message.data))
+
+    await bus.pull(topology.WORK, "w-1", SUBJECT, work, ack_wait_s=60, credit=lambda: 2)
+    await eventually(lambda: done == list(range(6)))
+    assert most == 1
+
+
+async def test_a_raising_handler_or_credit_stops_nothing(bus: Bus) -> None:
+    taken: list[int] = []
+    calls = 0
+
+    def bad_handler(message: Incoming) -> None:
+        if message.data == b"1":
+            raise RuntimeError("bad")
+        taken.append(int(message.data))
+
+    def bad_credit() -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise RuntimeError("bad")
+        return 10
+
+    puller = await bus.pull(topology.WORK, "w-1", SUBJECT, bad_handler, ack_wait_s=60, credit=bad_credit)
+    await publish(bus, 0, 1, 2)
+    puller.poke()
+    await eventually(lambda: taken == [0, 2])
+
+
+@pytest.mark.parametrize("recreate", [False, True])
+async def test_goes_on_within_two_seconds_of_a_restart(nats: NatsServer, bus: Bus, recreate: bool) -> None:
+    worker = Worker(10)
+    await worker.start(bus, recreate=recreate)
+    await publish(bus, 0)
+    await eventually(lambda: worker.taken == [0])
+    nats.restart()
+    began = time.monotonic()
+    await publish(bus, 1)
+    await eventually(lambda: 1 in worker.taken)
+    print(f"went on after {time.monotonic() - began:.2f} s")
+    assert set(worker.taken) == {0, 1}
+
+
+async def test_a_message_sent_into_a_cut_comes_again_after_the_reconnect(bus: Bus, connect: Connect) -> None:
+    """It would wait for an ack_wait that is longer than any deadline."""
+    taking = await connect()
+    worker = Worker(10)
+    puller = await worker.start(taking, recreate=True, ack_wait_s=3600)
+    receive = puller._subscription._inner._cb
+    lost: list[bytes] = []
+
+    async def cut(message: Incoming) -> None:
+        lost.append(message.data)
+
+    puller._subscription._inner._cb = cut
+    await publish(bus, 0)
+    await eventually(lambda: b"0" in lost)
+    puller._subscription._inner._cb = receive
+    await taking._client.force_reconnect()
+    await eventually(lambda: worker.taken == [0])
+
+
+async def test_everything_is_taken_through_kills(nats: NatsServer, bus: Bus, connect: Connect) -> None:
+    """Made anew after each reconnect, so that nothing waits for an ack_wait of hours; the handler knows what
+    it has.
+    """
+    writer = await connect()
+    done: set[int] = set()
+
+    async def work(message: Incoming) -> None:
+        done.add(int(message.data))
+        await message.ack()
+
+    await bus.pull(topology.WORK, "w-1", SUBJECT, work, ack_wait_s=3600, credit=lambda: 8, recreate=True)
+    writing = asyncio.create_task(publish(writer, *range(200)))
+    for _ in range(3):
+        await asyncio.sleep(0.1)
+        nats.restart()
+    await writing
+    await eventually(lambda: done == set(range(200)))
+
+
+async def test_a_consumer_deleted_under_a_pull_is_made_anew_at_once(bus: Bus) -> None:
+    """The library's fetch hides the deletion: one waits to its time-out, several are answered by nothing."""
+    worker = Worker(10)
+    await worker.start(bus)
+    await publish(bus, 0)
+    await eventually(lambda: worker.taken == [0])
+    await bus.api(f"CONSUMER.DELETE.{topology.WORK}.w-1")
+    began = time.monotonic()
+    await publish(bus, 1)
+    await eventually(lambda: 1 in worker.taken)
+    print(f"went on after {time.monotonic() - began:.2f} s")
+    assert worker.taken == [0, 0, 1]  # unacknowledged messages come again from a new consumer
+
+
+async def test_a_missing_consumer_shows_at_the_next_pull(bus: Bus) -> None:
+    worker = Worker(0)
+    puller = await worker.start(bus)
+    await bus.api(f"CONSUMER.DELETE.{topology.WORK}.w-1")
+    await publish(bus, 0)
+    worker.slots = 1
+    puller.poke()
+    await eventually(lambda: worker.taken == [0])
+
+
+async def test_recreate_brings_all_unacknowledged_messages_again(bus: Bus) -> None:
+    first, second = Worker(10), Worker(10)
+    puller = await first.start(bus)
+    await publish(bus, 0, 1, 2)
+    await eventually(lambda: first.taken == [0, 1, 2])
+    await first.finish(puller)
+    await puller.close()
+    await second.start(bus, recreate=True)
+    await eventually(lambda: second.taken == [1, 2])
+
+
+async def test_an_ack_of_an_old_delivery_settles_after_the_consumer_was_made_anew(bus: Bus) -> None:
+    first, second = Worker(10), Worker(10)
+    old = await first.start(bus)
+    await publish(bus, 0)
+    await eventually(lambda: first.taken == [0])
+    await old.close()
+    await second.start(bus, recreate=True)
+    await eventually(lambda: second.taken == [0])
+    assert await first.running[0].ack()
+    assert [m async for m in bus.read(topology.WORK, ">")] == []
+
+
+async def test_closing_withdraws_what_was_asked_for(bus: Bus) -> None:
+    """A pull that outlives its asker takes a message with it until ack_wait."""
+    first, second = Worker(10), Worker(10)
+    puller = await first.start(bus)
+    await publish(bus, 0)
+    await eventually(lambda: first.taken == [0])
+    assert await waiting_pulls(bus) >= 1
+    await puller.close()
+    await publish(bus, 1)
+    await second.start(bus)
+    await settled(lambda: second.taken == [1])
+    assert first.taken == [0]
+
+
+async def test_a_wiped_store_is_waited_for(nats: NatsServer, bus: Bus) -> None:
+    worker = Worker(10)
+    await worker.start(bus)
+    await publish(bus, 0)
+    await eventually(lambda: worker.taken == [0])
+    nats.wipe()
+    await eventually(lambda: bus.reconnects == 1)
+    await asyncio.sleep(0.3)
+    await topology.ensure(bus)
+    await publish(bus, 1)
+    await eventually(lambda: worker.taken == [0, 1])
+
+
+async def test_without_the_stream_the_first_start_says_so(connect: Connect) -> None:
+    bus = await connect()
+    with pytest.raises(NotFound, match="stream not found"):
+        await Worker(1).start(bus)
+    with pytest.raises(NotFound, match="stream not found"):
+        await Worker(1).start(bus, recreate=True)
+
+
+async def test_an_unused_consumer_goes_and_a_used_one_stays(bus: Bus) -> None:
+    puller = await bus.pull(
+        topology.WORK, "w-1", SUBJECT, lambda message: None, ack_wait_s=60, credit=lambda: 1, inactive_s=3
+    )
+    info = await bus.api(f"CONSUMER.INFO.{topology.WORK}.w-1")
+    assert info["config"]["inactive_threshold"] == 3_000_000_000
+    assert info["config"]["max_ack_pending"] == -1
+    await puller.close()
+
+
+def test_pulls_are_renewed_more_often_than_a_lost_one_may_cost() -> None:
+    assert PULL_EXPIRES_S <= 2
+
+
+def test_names_that_the_server_would_not_take_are_cut() -> None:
+    assert consumer_name("w-1") == "w-1"
+    long, other = consumer_name("m" * 400), consumer_name("m" * 401)
+    assert len(long) == len(other) == 200
+    assert long != other
+
+
+async def test_batches_are_gathered_by_number_and_by_time(bus: Bus) -> None:
+    batches: list[list[int]] = []
+
+    async def write(messages: list[Incoming]) -> None:
+        batches.append([json.loads(message.data) for message in messages])
+        assert all(await asyncio.gather(*(message.ack() for message in messages)))
+
+    await publish(bus, *range(7))
+    await bus.consume_batches(topology.WORK, "ledger", "work.v1.>", write, batch=5, max_wait_s=0.2, ack_wait_s=10)
+    await eventually(lambda: batches == [[0, 1, 2, 3, 4], [5, 6]])
+    await publish(bus, 7)
+    await eventually(lambda: batches[2:] == [[7]])
+
+
+async def test_a_batch_that_failed_comes_again_and_nothing_is_asked_for_meanwhile(bus: Bus) -> None:
+    sizes: list[int] = []
+
+    async def write(messages: list[Incoming]) -> None:
+        sizes.append(len(messages))
+        if len(sizes) == 1:
+            raise RuntimeError("down")
+        await asyncio.gather(*(message.ack() for message in messages))
+
+    await publish(bus, 0, 1)
+    await bus.consume_batches(topology.WORK, "ledger", "work.v1.>", write, batch=2, max_wait_s=0.1, ack_wait_s=1)
+    await eventually(lambda: sum(sizes) >= 4)
+    await eventually(lambda: sizes[0] == 2)
+    assert [m async for m in bus.read(topology.WORK, ">")] == []
+
+
+async def test_batches_go_on_after_a_restart_and_end_with_the_connection(
+    nats: NatsServer, bus: Bus, connect: Connect
+) -> None:
+    closing = await connect()
+    written: set[int] = set()
+
+    async def write(messages: list[Incoming]) -> None:
+        await asyncio.sleep(0.05)
+        acked = await asyncio.gather(*(message.ack() for message in messages))
+        written.update(int(m.data) for m, ok in zip(messages, acked, strict=True) if ok)
+
+    await closing.consume_batches(topology.WORK, "ledger", "work.v1.>", write, batch=10, max_wait_s=0.05, ack_wait_s=2)
+    await publish(bus, 0)
+    await eventually(lambda: written == {0})
+    nats.restart()
+    await publish(bus, *range(1, 20))
+    await eventually(lambda: written == set(range(20)))
+    await publish(bus, 20)
+    await asyncio.sleep(0.07)
+    await closing.close()
+    assert 20 in written

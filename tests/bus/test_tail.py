@@ -1,0 +1,202 @@
+"""Reading a stream live: every message once and in order, over restarts, losses and wiped stores."""
+
+import asyncio
+import time
+
+import pytest
+
+from contracts import topology
+from contracts.bus import Bus, Incoming, NotFound
+from tests.bus.conftest import Connect
+from tests.bus.helpers import eventually
+from tests.conftest import NatsServer
+
+STREAM = topology.ATTEMPTS
+
+
+async def store(bus: Bus, *numbers: int) -> None:
+    for number in numbers:
+        name = f"{time.time_ns()}-{number}"
+        await bus.store(f"attempt.v1.m.{name}.1", b"%d" % number, msg_id=name, timeout_s=20)
+
+
+class Reader:
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.pending: list[int] = []
+
+    def take(self, message: Incoming) -> None:
+        self.numbers.append(int(message.data))
+        self.pending.append(message.pending)
+
+
+async def consumers(bus: Bus, stream: str = STREAM) -> list[str]:
+    return (await bus.api(f"CONSUMER.NAMES.{stream}"))["consumers"] or []
+
+
+async def test_starts_at_new_at_a_sequence_or_at_a_time(bus: Bus) -> None:
+    await store(bus, 1, 2)
+    await asyncio.sleep(0.01)
+    moment = time.time_ns() // 1_000_000
+    await asyncio.sleep(0.01)
+    await store(bus, 3)
+    new, by_seq, by_time = Reader(), Reader(), Reader()
+    await bus.tail(STREAM, "attempt.v1.>", new.take)
+    await bus.tail(STREAM, "attempt.v1.>", by_seq.take, start_seq=2)
+    await bus.tail(STREAM, "attempt.v1.>", by_time.take, start_at_ms=moment)
+    await store(bus, 4)
+    await eventually(lambda: new.numbers == [4])
+    await eventually(lambda: by_seq.numbers == [2, 3, 4])
+    await eventually(lambda: by_time.numbers == [3, 4])
+    assert by_seq.pending[:2] == [1, 0]
+
+
+async def test_goes_on_over_restarts_without_loss_or_repetition(nats: NatsServer, bus: Bus, connect: Connect) -> None:
+    writer = await connect()
+    reader, slow = Reader(), Reader()
+
+    async def slowly(message: Incoming) -> None:
+        await asyncio.sleep(0.001)
+        slow.take(message)
+
+    await bus.tail(STREAM, "attempt.v1.>", reader.take)
+    await bus.tail(STREAM, "attempt.v1.>", slowly)
+    writing = asyncio.create_task(store(writer, *range(300)))
+    for _ in range(2):
+        await asyncio.sleep(0.1)
+        nats.restart()
+    await writing
+    await eventually(lambda: len(reader.numbers) >= 300 and len(slow.numbers) >= 300)
+    assert reader.numbers == slow.numbers == list(range(300))
+
+
+async def test_nothing_that_came_during_the_outage_is_missed_before_any_message_was_seen(
+    nats: NatsServer, bus: Bus, connect: Connect
+) -> None:
+    await store(bus, 1)
+    reader = Reader()
+    await bus.tail(STREAM, "attempt.v1.>", reader.take)
+    nats.stop()
+    await eventually(lambda: not bus.connected)
+    nats.start()
+    writer = await connect()
+    await store(writer, 2)
+    await eventually(lambda: reader.numbers == [2])
+
+
+async def test_resumes_within_two_seconds_of_a_restart(nats: NatsServer, bus: Bus) -> None:
+    reader = Reader()
+    await bus.tail(STREAM, "attempt.v1.>", reader.take)
+    nats.restart()
+    began = time.monotonic()
+    await store(bus, 1)
+    await eventually(lambda: reader.numbers == [1])
+    print(f"resumed after {time.monotonic() - began:.2f} s")
+
+
+async def test_a_consumer_that_vanishes_is_made_anew(bus: Bus) -> None:
+    reader = Reader()
+    await bus.tail(STREAM, "attempt.v1.>", reader.take)
+    (consumer,) = await consumers(bus)
+    await bus.api(f"CONSUMER.DELETE.{STREAM}.{consumer}")
+    await store(bus, 1)
+    await eventually(lambda: reader.numbers == [1])
+
+
+async def test_a_message_lost_among_others_is_noticed_by_the_next_one(bus: Bus) -> None:
+    reader = Reader()
+    tail = await bus.tail(STREAM, "attempt.v1.>", reader.take)
+    receive = tail._inbox._inner._cb
+
+    async def lossy(message: Incoming) -> None:
+        if message.data != b"2":
+            await receive(message)
+
+    tail._inbox._inner._cb = lossy
+    await store(bus, 1, 2, 3)
+    await eventually(lambda: len(reader.numbers) == 3)
+    assert reader.numbers == [1, 2, 3]
+
+
+async def test_a_lost_message_is_noticed_by_the_next_heartbeat(bus: Bus) -> None:
+    reader = Reader()
+    tail = await bus.tail(STREAM, "attempt.v1.>", reader.take)
+    await store(bus, 1)
+    await eventually(lambda: reader.numbers == [1])
+    inbox, tail._inbox._inner._cb = tail._inbox, _deaf  # the next message gets lost on its way
+    await store(bus, 2)
+    await eventually(lambda: tail._inbox is not inbox)
+    await store(bus, 3)
+    await eventually(lambda: reader.numbers == [1, 2, 3])
+
+
+async def _deaf(message: Incoming) -> None:
+    pass
+
+
+async def test_a_slow_handler_holds_the_server_back_and_keeps_its_consumer(bus: Bus) -> None:
+    """A handler that takes longer than the heartbeats is no lost consumer."""
+    await asyncio.gather(*(store(bus, number) for number in range(50)))
+    reader = Reader()
+
+    async def slow_first(message: Incoming) -> None:
+        if not reader.numbers:
+            await asyncio.sleep(2)
+        reader.take(message)
+
+    tail = await bus.tail(STREAM, "attempt.v1.>", slow_first, start_seq=1)
+    consumer = tail._consumer
+    await eventually(lambda: len(reader.numbers) == 50)
+    assert tail._consumer == consumer
+
+
+async def test_a_raising_handler_costs_one_message(bus: Bus) -> None:
+    reader = Reader()
+
+    def bad(message: Incoming) -> None:
+        if message.data == b"2":
+            raise RuntimeError("bad")
+        reader.take(message)
+
+    await bus.tail(STREAM, "attempt.v1.>", bad)
+    await store(bus, 1, 2, 3)
+    await eventually(lambda: reader.numbers == [1, 3])
+
+
+async def test_a_wiped_store_is_waited_for_and_then_read_from_its_start(nats: NatsServer, bus: Bus) -> None:
+    reader = Reader()
+    await bus.tail(STREAM, "attempt.v1.>", reader.take)
+    await store(bus, 1, 2, 3)
+    await eventually(lambda: reader.numbers == [1, 2, 3])
+    nats.wipe()
+    await eventually(lambda: bus.reconnects == 1)
+    await asyncio.sleep(0.3)
+    await topology.ensure(bus)
+    await store(bus, 4)
+    await eventually(lambda: reader.numbers == [1, 2, 3, 4])
+
+
+async def test_without_the_stream_the_first_start_says_so(connect: Connect) -> None:
+    bus = await connect()
+    with pytest.raises(NotFound, match="stream not found"):
+        await bus.tail(STREAM, "attempt.v1.>", lambda message: None)
+
+
+async def test_leaves_no_consumers_behind(nats: NatsServer, bus: Bus, connect: Connect) -> None:
+    """Unsubscribing left the library's ordered consumers on the server, 100 of 100."""
+    closing = await connect()
+    tails = [await bus.tail(STREAM, "attempt.v1.>", lambda message: None) for _ in range(3)]
+    await closing.tail(STREAM, "attempt.v1.>", lambda message: None)
+    watch = await closing.kv_watch(topology.KEYS, lambda key, entry: None)
+    assert len(await consumers(bus)) == 4
+    for tail in tails:
+        tail._break("test")  # made anew
+    await eventually(lambda: all(not tail._broken for tail in tails))
+    await eventually(lambda: len(bus._tasks) == len(bus._readers) + 1)
+    assert len(await consumers(bus)) == 4
+    for tail in tails:
+        await tail.close()
+    await closing.close()
+    assert await consumers(bus) == []
+    assert await consumers(bus, f"KV_{topology.KEYS}") == []
+    await watch.close()
