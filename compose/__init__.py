@@ -1,0 +1,1 @@
+"""How the services run together: the one-machine stack, its configuration and the command line."""

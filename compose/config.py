@@ -1,0 +1,176 @@
+"""What ``headrace up`` was asked for, and the data directory: secrets, lock, logs and run.json.
+
+Nothing here starts a process or talks to the bus, so that every command can import it cheaply.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+Engine = Literal["vllm", "simulated"]
+Role = Literal["gateway", "scheduler", "worker", "ledger", "nats"]
+ROLES: tuple[Role, ...] = ("gateway", "scheduler", "worker", "ledger", "nats")
+USERS = ("operator", "gateway", "scheduler", "worker", "ledger")
+"""Users of the stack's own NATS server: the operator (people, the CLI) and one for each kind of service."""
+
+
+class ComposeError(Exception):
+    """Why a command cannot do what was asked, in words for the person who typed it."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of ``headrace up``; the command line states the defaults."""
+
+    engine: Engine
+    models: tuple[str, ...]
+    workers: int
+    gateways: int
+    schedulers: int
+    host: str
+    port: int
+    """0 takes a free one."""
+    nats_url: str
+    """Empty: start a server of our own."""
+    clickhouse_url: str
+    """Empty: chDB in the data directory."""
+    sim_slots: int
+    sim_kv_tokens: int
+    sim_prefill_tps: float
+    sim_itl_ms: float
+    sim_context: int
+
+
+class Secrets(msgspec.Struct, frozen=True, kw_only=True):
+    """Made on the first start and kept, so that keys outlive restarts."""
+
+    key: str
+    admin_key: str
+    nats_passwords: dict[str, str]
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """``run.json``: where a running stack is reached. Scripts read it; keep names and meanings."""
+
+    url: str
+    gateway_urls: list[str]
+    metrics_urls: dict[str, list[str]]
+    nats_url: str
+    """With the operator's credentials."""
+    key: str
+    admin_key: str
+    pids: dict[str, list[int]]
+
+
+class DataDir:
+    """The files of one stack. What holds a secret has mode 0600."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.expanduser().absolute()
+        self.pepper = self.path / "pepper"
+        self.logs = self.path / "logs"
+        self.nats = self.path / "nats"
+        self.ledger = self.path / "ledger"
+        self.run = self.path / "run.json"
+
+    def prepare(self) -> None:
+        """Create the directories and the pepper; raises ComposeError when that cannot be done."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for directory in (self.logs, self.nats, self.ledger):
+                directory.mkdir(mode=0o700, exist_ok=True)
+            if not self.pepper.exists():
+                write_private(self.pepper, secrets.token_hex(32).encode())
+        except OSError as error:
+            raise ComposeError(f"the data directory {self.path} cannot be used: {error.strerror}") from error
+
+    def lock(self) -> int:
+        """Descriptor that holds the directory for this process while it lives; children do not inherit it."""
+        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            raise ComposeError(
+                f"another stack is running in {self.path}; stop it, or name another directory with --data-dir"
+            ) from error
+        return descriptor
+
+    def secrets(self) -> Secrets:
+        """The kept secrets; made when there are none, completed when a user is new."""
+        path = self.path / "secrets.json"
+        kept: Secrets | None = None
+        if path.exists():
+            try:
+                kept = msgspec.json.decode(path.read_bytes(), type=Secrets)
+            except msgspec.MsgspecError as error:
+                raise ComposeError(f"{path} is damaged ({error}); remove it to get new keys") from error
+        passwords = {user: secrets.token_hex(24) for user in USERS} | (kept.nats_passwords if kept else {})
+        complete = Secrets(
+            key=kept.key if kept else new_key(),
+            admin_key=kept.admin_key if kept else new_key(),
+            nats_passwords=passwords,
+        )
+        if complete != kept:
+            write_private(path, msgspec.json.encode(complete))
+        return complete
+
+    def read_run(self) -> Run:
+        """Raises ComposeError when no stack has been started here, or its file is damaged."""
+        try:
+            return msgspec.json.decode(self.run.read_bytes(), type=Run)
+        except FileNotFoundError as error:
+            raise ComposeError(f"no stack is running in {self.path} (start one with: headrace up)") from error
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ComposeError(f"{self.run} cannot be read: {error}") from error
+
+    def write_run(self, run: Run) -> None:
+        write_private(self.run, json.dumps(msgspec.to_builtins(run), indent=2).encode() + b"\n")
+
+    def remove_run(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.run.unlink()
+
+
+def new_key() -> str:
+    """A fresh API key: ``hr_`` and 43 url-safe characters (256 bits)."""
+    return f"hr_{secrets.token_urlsafe(32)}"
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace ``path`` by ``data`` atomically, with mode 0600."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+    temporary.replace(path)
+
+
+def default_data_dir(environment: Mapping[str, str]) -> Path:
+    return Path(environment.get("HEADRACE_DATA_DIR") or ".headrace")
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """The stack that a command works on. ``pepper`` is None when it is not known here."""
+
+    nats_url: str
+    pepper: Path | None
+
+
+def find_target(data_dir: Path | None, environment: Mapping[str, str]) -> Target:
+    """``--data-dir`` first, then HEADRACE_NATS_URL (and HEADRACE_PEPPER_FILE), then the default directory."""
+    url = environment.get("HEADRACE_NATS_URL", "")
+    if data_dir is None and url:
+        pepper = environment.get("HEADRACE_PEPPER_FILE", "")
+        return Target(nats_url=url, pepper=Path(pepper) if pepper else None)
+    directory = DataDir(data_dir or default_data_dir(environment))
+    return Target(nats_url=directory.read_run().nats_url, pepper=directory.pepper)

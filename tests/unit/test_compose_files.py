@@ -1,0 +1,77 @@
+"""The container files name what exists. Containers themselves are not built here."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from compose.config import USERS, Secrets
+from compose.processes import nats_server
+from compose.up import write_nats_configuration
+from contracts.config import ServiceConfig
+from gateway.config import GatewayConfig
+from ledger.config import LedgerConfig
+from scheduler.config import SchedulerConfig
+from worker.config import WorkerConfig
+
+COMPOSE = Path(__file__).parents[2] / "compose"
+CONFIGS: dict[str, type[ServiceConfig]] = {
+    "gateway": GatewayConfig,
+    "scheduler": SchedulerConfig,
+    "worker": WorkerConfig,
+    "ledger": LedgerConfig,
+}
+
+
+def services() -> dict[str, dict[str, Any]]:
+    yaml = pytest.importorskip("yaml", reason="PyYAML comes with the CPU engine")
+    found: dict[str, dict[str, Any]] = yaml.safe_load((COMPOSE / "docker-compose.yml").read_text())["services"]
+    return found
+
+
+def test_every_service_runs_and_knows_its_settings() -> None:
+    for name, config in CONFIGS.items():
+        service = services()[name]
+        assert service["command"] == ["python", "-m", name]
+        assert importlib.util.find_spec(f"{name}.__main__") is not None
+        known = {f"HEADRACE_{field.name.upper()}" for field in msgspec.structs.fields(config)}
+        assert set(service["environment"]) <= known
+        required = {f"HEADRACE_{field.name.upper()}" for field in msgspec.structs.fields(config) if field.required}
+        assert required <= set(service["environment"])
+
+
+def test_every_secret_is_in_the_example() -> None:
+    named = set(re.findall(r"\$\{(\w+):\?\}", (COMPOSE / "docker-compose.yml").read_text()))
+    given = set(re.findall(r"^(\w+)=", (COMPOSE / "example.env").read_text(), re.MULTILINE))
+    assert named | {"HEADRACE_PEPPER"} == given
+
+
+def test_the_image_is_made_of_files_that_exist() -> None:
+    for path in re.findall(r"compose/[\w./-]+", (COMPOSE / "Dockerfile").read_text()):
+        assert (COMPOSE.parent / path).exists(), path
+
+
+def test_nats_takes_its_configuration_both_ways(tmp_path: Path) -> None:
+    """Variables from the file (headrace up) and from the environment (containers), awkward passwords included."""
+    password = "1e5"
+    secrets = Secrets(key="k", admin_key="a", nats_passwords=dict.fromkeys(USERS, password))
+    write_nats_configuration(tmp_path / "nats.conf", "127.0.0.1:-1", tmp_path / "a", secrets)
+    variables = {"HEADRACE_NATS_LISTEN": "127.0.0.1:-1", "HEADRACE_NATS_STORE": str(tmp_path / "b")}
+    variables |= {f"HEADRACE_NATS_PASSWORD_{user.upper()}": f'"{password}"' for user in USERS}
+    for number, (path, environment) in enumerate(((tmp_path / "nats.conf", {}), (COMPOSE / "nats.conf", variables))):
+        log = tmp_path / f"{number}.log"
+        process = subprocess.Popen([nats_server(), "-c", str(path), "-l", str(log)], env=dict(os.environ) | environment)
+        try:
+            deadline = time.monotonic() + 20
+            while not (log.exists() and "Server is ready" in log.read_text()):
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.02)
+        finally:
+            process.terminate()
+            process.wait()
