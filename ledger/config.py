@@ -1,0 +1,34 @@
+"""Configuration of the ledger."""
+
+import re
+from urllib.parse import urlsplit
+
+from contracts.config import ServiceConfig
+
+
+class LedgerConfig(ServiceConfig, frozen=True, kw_only=True):
+    clickhouse_url: str
+    """``chdb:///directory``, or ``http(s)://user:password@host:port`` of a server. Never logged."""
+    clickhouse_database: str = "headrace"
+    ledger_batch_rows: int = 10_000
+    """Measured: larger inserts are no faster per row, and take longer to gather and to repeat."""
+    ledger_batch_wait_ms: int = 200
+    """How long a batch gathers: delay at low rate, and at most 5 parts a second for ClickHouse to merge."""
+
+    def problems(self) -> list[str]:
+        wrong = []
+        url = urlsplit(self.clickhouse_url)
+        if url.scheme == "chdb":
+            if url.netloc or len(url.path) < 2:
+                wrong.append("HEADRACE_CLICKHOUSE_URL: chDB needs an absolute directory, chdb:///directory")
+        elif url.scheme not in ("http", "https"):
+            wrong.append("HEADRACE_CLICKHOUSE_URL: the scheme is none of chdb, http, https")
+        elif url.path not in ("", "/"):
+            wrong.append("HEADRACE_CLICKHOUSE_URL: the database is named by HEADRACE_CLICKHOUSE_DATABASE")
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", self.clickhouse_database):
+            wrong.append("HEADRACE_CLICKHOUSE_DATABASE: not a plain name")
+        if not 1 <= self.ledger_batch_rows <= 100_000:
+            wrong.append("HEADRACE_LEDGER_BATCH_ROWS: 1 to 100000 are possible")
+        if not 1 <= self.ledger_batch_wait_ms <= 10_000:
+            wrong.append("HEADRACE_LEDGER_BATCH_WAIT_MS: 1 to 10000 are possible")
+        return wrong

@@ -1,0 +1,22 @@
+"""The ledger's figures in ``/metrics``."""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+ROWS = Counter("headrace_ledger_rows", "Rows inserted, repetitions included.")
+BATCHES = Counter("headrace_ledger_batches", "Inserts that succeeded.")
+INSERT_SECONDS = Histogram(
+    "headrace_ledger_insert_seconds",
+    "Duration of one insert.",
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
+)
+FAILURES = Counter("headrace_ledger_failures", "Inserts and connections that failed and are tried again.")
+CONNECTED = Gauge("headrace_ledger_connected", "1 when the last call to ClickHouse succeeded.")
+PENDING = Gauge("headrace_ledger_pending", "Events of ATTEMPTS that wait behind the last batch.")
+DEAD_LETTERS = Counter("headrace_ledger_dead_letters", "Events that were refused and set aside.")
+DELAY_SECONDS = Gauge("headrace_ledger_delay_seconds", "From the bus's storage to the row, oldest of the last batch.")
+PURGED = Counter("headrace_ledger_purged", "Events removed from ATTEMPTS once stored and old.")
+QUERY_SECONDS = Histogram(
+    "headrace_ledger_query_seconds",
+    "Duration of one question about usage.",
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
+)

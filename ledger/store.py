@@ -1,0 +1,219 @@
+"""ClickHouse for the ledger: a server (``http(s)://`` URL) or chDB in this process (``chdb:///directory``).
+
+Both go through clickhouse-connect. Its calls block, so one thread inserts and another one asks, each with a
+client of its own; chDB releases the interpreter lock while it works. chDB's data belong to one process at a
+time, which holds a lock in the directory.
+"""
+
+import asyncio
+import fcntl
+import importlib.resources
+import logging
+import os
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from ledger import core, queries
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+R = TypeVar("R")
+
+# Codes by which ClickHouse says that the values are at fault, not itself: parse and type errors, values out
+# of range or too large, a broken constraint. Anything else may pass, and is tried again.
+_CONTENT_CODES = frozenset({6, 26, 27, 33, 38, 41, 53, 69, 70, 72, 117, 131, 190, 321, 349, 407, 469, 691})
+
+_INSERT_SETTINGS = {
+    "async_insert": 0,  # an acknowledged insert must be in the table
+    "insert_deduplicate": 1,
+    "max_partitions_per_insert_block": 0,  # a replay may span any number of months
+}
+
+
+class StoreError(Exception):
+    """Base of what this module raises."""
+
+
+class Away(StoreError):
+    """ClickHouse cannot be reached or cannot work now; the same call may succeed later."""
+
+
+class Owned(Away):
+    """Another process owns the chDB directory."""
+
+
+class Refused(StoreError):
+    """ClickHouse refuses these values, now and later."""
+
+
+class Store:
+    """The tables of one database. Methods may be called from one event loop; none blocks it."""
+
+    def __init__(self, url: str, database: str) -> None:
+        self._url = url
+        self._database = database
+        self._write_thread = ThreadPoolExecutor(1, thread_name_prefix="insert")
+        self._read_thread = ThreadPoolExecutor(1, thread_name_prefix="select")
+        self._lock: int | None = None
+        self._writer: Client | None = None
+        self._reader: Client | None = None
+
+    async def open(self) -> None:
+        """Connect, own chDB's directory, apply migrations. Raises Away or Owned; may be called again then."""
+        await self._in(self._write_thread, self._open)
+
+    async def insert(self, rows: Sequence[core.Row]) -> None:
+        """Returns when the rows are in the table. Raises Away (they may be in it all the same) or Refused."""
+        await self._in(self._write_thread, lambda: self._insert(rows))
+
+    async def select(self, query: queries.Query) -> list[tuple[Any, ...]]:
+        """All rows of the answer; raises Away."""
+        return await self._in(self._read_thread, lambda: self._select(query))
+
+    async def close(self) -> None:
+        """Wait for running calls, close the clients, give the directory back."""
+        await asyncio.to_thread(self._close)
+
+    # In the threads ----------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        if self._url.startswith("chdb:") and self._lock is None:
+            self._lock = _own(Path(urlsplit(self._url).path))
+        for client in (self._writer, self._reader):
+            if client is not None:
+                client.close()
+        self._writer = self._reader = None
+        self._writer = self._connect({})
+        self._writer.command(f"CREATE DATABASE IF NOT EXISTS `{self._database}`")
+        self._writer.database = self._database
+        migrate(self._writer)
+        self._reader = self._connect(queries.SETTINGS)
+        self._reader.database = self._database
+
+    def _connect(self, settings: dict[str, Any]) -> "Client":
+        # Imported late and in the thread: the import and the engine's start take most of a second.
+        import clickhouse_connect
+        from clickhouse_connect.driver import options
+
+        # Its inserts would import pandas, if it is there, only to see that rows are no data frame: 0.3 s and 60 MB.
+        options.pd = options.pd_time_test = None
+        # It logs what it raises, with stack traces; who catches it says it once.
+        logging.getLogger("clickhouse_connect").setLevel(logging.CRITICAL)
+        scheme = urlsplit(self._url).scheme
+        if scheme == "chdb":
+            return clickhouse_connect.get_client(dsn=self._url, settings=settings)
+        return clickhouse_connect.get_client(
+            dsn=self._url,
+            interface=scheme,  # clickhouse-connect takes TLS from the port alone
+            settings=settings,
+            connect_timeout=5,
+            send_receive_timeout=60,
+            autogenerate_session_id=False,
+        )
+
+    def _insert(self, rows: Sequence[core.Row]) -> None:
+        if self._writer is None:
+            raise Away("not open")
+        self._writer.insert(
+            "attempts",
+            list(zip(*rows, strict=True)),
+            column_names=core.Row._fields,
+            column_oriented=True,
+            settings={**_INSERT_SETTINGS, "insert_deduplication_token": core.token(rows)},
+        )
+
+    def _select(self, query: queries.Query) -> list[tuple[Any, ...]]:
+        if self._reader is None:
+            raise Away("not open")
+        return [tuple(row) for row in self._reader.query(query.text, parameters=query.parameters).result_rows]
+
+    def _close(self) -> None:
+        self._read_thread.shutdown()
+        self._write_thread.shutdown()
+        for client in (self._reader, self._writer):
+            if client is not None:
+                client.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    async def _in(self, thread: ThreadPoolExecutor, call: Callable[[], R]) -> R:
+        def translated() -> R:
+            try:
+                return call()
+            except StoreError:
+                raise
+            except Exception as error:
+                text = f"{type(error).__name__}: {self._without_secrets(error)}"
+                raise (Refused(text) if _at_fault(error) else Away(text)) from None
+
+        return await asyncio.get_running_loop().run_in_executor(thread, translated)
+
+    def _without_secrets(self, error: Exception) -> str:
+        text = re.sub(r"//[^/@\s]*@", "//", str(error))
+        password = urlsplit(self._url).password
+        if password:
+            text = text.replace(password, "***")
+        return " ".join(text.split())[:500]
+
+
+def _own(directory: Path) -> int:
+    """Descriptor of the directory's lock, which ends with this process however it dies; raises Owned."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = os.open(directory / "headrace.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise Owned(f"another process owns {directory}") from error
+    return lock
+
+
+def _at_fault(error: Exception) -> bool:
+    """Whether the values made the error: they cannot be encoded, or ClickHouse says so."""
+    from clickhouse_connect.driver.exceptions import DatabaseError, DataError
+
+    if isinstance(error, DatabaseError) and not isinstance(error, DataError):
+        return getattr(error, "code", None) in _CONTENT_CODES
+    return isinstance(error, DataError | ValueError | TypeError | OverflowError)
+
+
+# Migrations ------------------------------------------------------------------------------------------------
+
+_RECORD = """
+CREATE TABLE IF NOT EXISTS migrations (name String, applied_at DateTime64(3, 'UTC') DEFAULT now64(3))
+ENGINE = ReplacingMergeTree ORDER BY name
+"""
+
+
+def migrations() -> list[tuple[str, list[str]]]:
+    """Every migration, in order: its name and its statements."""
+    folder = importlib.resources.files("ledger") / "migrations"
+    files = {file.name: file for file in folder.iterdir() if file.name.endswith(".sql")}
+    return [(name, statements(files[name].read_text("utf-8"))) for name in sorted(files)]
+
+
+def statements(text: str) -> list[str]:
+    """The statements of an SQL file: each ends with a semicolon at a line's end. Comment lines go."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("--")]
+    return [part.strip() for part in re.split(r";[ \t]*(?:\n|\Z)", "\n".join(lines)) if part.strip()]
+
+
+def migrate(client: "Client") -> None:
+    """Apply what is not recorded yet.
+
+    Each statement is safe to repeat, so a crash before the record and two processes at once do no harm.
+    """
+    client.command(_RECORD)
+    applied = {name for (name,) in client.query("SELECT name FROM migrations").result_rows}
+    for name, parts in migrations():
+        if name in applied:
+            continue
+        for statement in parts:
+            client.command(statement)
+        client.insert("migrations", [[name]], column_names=["name"], settings={"async_insert": 0})

@@ -1,0 +1,216 @@
+"""The ledger's table on the real engine (chDB): exact before any merge, with duplicates and across months.
+
+chDB allows one directory per process, so one store serves the module.
+"""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from contracts import ids, subjects
+from contracts.messages import AttemptEvent, UsageQuery
+from ledger import core, queries
+from ledger.store import Away, Owned, Refused, Store
+
+ROOT = Path(__file__).parents[2]
+
+
+def ms(text: str) -> int:
+    return int(datetime.fromisoformat(text + "+00:00").timestamp() * 1000)
+
+
+STORED_MS = ms("2026-11-02T12:00:00")
+_tenants = iter(range(10_000))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("chdb")
+
+
+@asynccontextmanager
+async def opened(directory: Path) -> AsyncIterator[Store]:
+    store = Store(f"chdb://{directory}", "headrace")
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@pytest.fixture
+def tenant() -> str:
+    return f"tenant-{next(_tenants)}"
+
+
+def row(tenant: str, admitted: str, *, seq: int = 1, **changes: object) -> core.Row:
+    at_ms = ms(admitted)
+    fields: dict[str, object] = {
+        "request_id": ids.request_id(at_ms),
+        "attempt": 1,
+        "tenant": tenant,
+        "key_id": "key-1",
+        "model": "m",
+        "version": "v1",
+        "endpoint": "completions",
+        "priority": "batch",
+        "outcome": "completed",
+        "reporter": "worker",
+        "billable": True,
+        "prompt_tokens": 100,
+        "completion_tokens": 10,
+        "admitted_at_ms": at_ms,
+        "ended_at_ms": at_ms + 500,
+    }
+    event = AttemptEvent(**{**fields, **changes})  # type: ignore[arg-type]
+    subject = subjects.attempt(event.model, event.request_id, event.attempt)
+    return core.row(core.Source(subject, msgspec.json.encode(event), seq, STORED_MS))
+
+
+async def usage(store: Store, tenant: str, by: list[str], start: str, end: str) -> list[tuple[object, ...]]:
+    query = UsageQuery(from_at_ms=ms(start), to_at_ms=ms(end), by=by, tenant=tenant)  # type: ignore[arg-type]
+    return await store.select(queries.usage(query))
+
+
+async def test_duplicates_count_once_within_an_insert_and_over_inserts(directory: Path, tenant: str) -> None:
+    rows = [row(tenant, "2026-10-31T23:59:59.999"), row(tenant, "2026-11-01T00:00:00.000")]
+    async with opened(directory) as store:
+        await store.insert([*rows, *rows])
+        await store.insert(list(reversed(rows)))
+        await store.insert(rows[:1])
+        total = await usage(store, tenant, [], "2026-10-01", "2026-12-01")
+        assert total == [(2, 200, 0, 20, 0)]
+
+
+async def test_each_event_lies_in_one_day_and_days_add_up(directory: Path, tenant: str) -> None:
+    edges = [
+        "2026-10-30T23:59:59.999",
+        "2026-10-31T00:00:00.000",
+        "2026-10-31T23:59:59.999",
+        "2026-11-01T00:00:00",
+    ]
+    async with opened(directory) as store:
+        await store.insert([row(tenant, edge) for edge in edges])
+        days = await usage(store, tenant, ["day"], "2026-10-30", "2026-11-02")
+        assert [(day, count) for day, count, *_ in days] == [
+            ("2026-10-30", 1),
+            ("2026-10-31", 2),
+            ("2026-11-01", 1),
+        ]
+        assert (await usage(store, tenant, [], "2026-10-31", "2026-11-01"))[0][0] == 2
+        hours = await usage(store, tenant, ["hour"], "2026-11-01", "2026-11-02")
+        assert hours[0][0] == "2026-11-01T00:00:00Z"
+
+
+async def test_retries_are_one_request_and_only_billable_tokens_count(directory: Path, tenant: str) -> None:
+    request_id = ids.request_id(ms("2026-11-01T10:00:00"))
+    common = {"request_id": request_id}
+    lost = row(tenant, "2026-11-01T10:00:00", **common, outcome="lost", reporter="scheduler", billable=False)
+    won = row(tenant, "2026-11-01T10:00:00", **common, attempt=2, version="v2", cached_tokens=60)
+    refused = row(
+        tenant,
+        "2026-11-01T10:00:01",
+        attempt=0,
+        outcome="expired",
+        billable=False,
+        completion_tokens=0,
+        version="",
+    )
+    async with opened(directory) as store:
+        await store.insert([lost])
+        assert await usage(store, tenant, ["version"], "2026-11-01", "2026-11-02") == [("v1", 1, 0, 0, 0, 0)]
+        await store.insert([won, refused])
+        by_version = await usage(store, tenant, ["version"], "2026-11-01", "2026-11-02")
+        assert by_version == [("", 1, 0, 0, 0, 0), ("v1", 0, 0, 0, 0, 0), ("v2", 1, 100, 60, 10, 0)]
+        assert await usage(store, tenant, [], "2026-11-01", "2026-11-02") == [(2, 100, 60, 10, 0)]
+
+
+async def test_the_event_stored_first_wins_whatever_is_inserted_last(directory: Path, tenant: str) -> None:
+    first = row(tenant, "2026-11-01T10:00:00")
+    second = first._replace(completion_tokens=999, stored_at=STORED_MS + 1, precedence=first.precedence - 1)
+    async with opened(directory) as store:
+        for batch in ([first], [second], [second, first]):
+            await store.insert(batch)
+        assert await usage(store, tenant, [], "2026-11-01", "2026-11-02") == [(1, 100, 0, 10, 0)]
+
+
+async def test_sums_pass_32_bits(directory: Path, tenant: str) -> None:
+    rows = [row(tenant, "2026-11-01T10:00:00", prompt_tokens=core.UINT32_MAX) for _ in range(3)]
+    async with opened(directory) as store:
+        await store.insert(rows)
+        assert (await usage(store, tenant, [], "2026-11-01", "2026-11-02"))[0][1] == 3 * core.UINT32_MAX
+        month = queries.month_tokens(*core.month_range(STORED_MS), {tenant, "o'neill"})
+        assert await store.select(month) == [(tenant, 3 * core.UINT32_MAX + 30)]
+
+
+async def test_pages_join_up(directory: Path, tenant: str) -> None:
+    rows = [row(tenant, "2026-11-01T10:00:00", key_id=f"key-{number}") for number in range(7)]
+    async with opened(directory) as store:
+        await store.insert(rows)
+        seen: list[object] = []
+        for offset in (0, 3, 6):
+            query = UsageQuery(from_at_ms=0, to_at_ms=STORED_MS, by=["key"], tenant=tenant, limit=3, offset=offset)
+            page = await store.select(queries.usage(query))
+            assert len(page) == min(4, 7 - offset)
+            seen += [key for key, *_ in page[:3]]
+        assert seen == [f"key-{number}" for number in range(7)]
+
+
+async def test_one_insert_may_span_more_months_than_clickhouse_likes(directory: Path, tenant: str) -> None:
+    stamps = [f"{year}-{month:02}-15T00:00:00" for year in range(2024, 2035) for month in range(1, 13)]
+    async with opened(directory) as store:
+        await store.insert([row(tenant, stamp) for stamp in stamps])
+        assert len(await store.select(queries.month_tokens(0, ms("2200-01-01"), {tenant}))) == 1
+
+
+async def test_content_that_clickhouse_refuses_is_told_apart(directory: Path, tenant: str) -> None:
+    async with opened(directory) as store:
+        with pytest.raises(Refused):
+            await store.insert([row(tenant, "2026-11-01T10:00:00")._replace(attempt=1 << 20)])
+        with pytest.raises(Refused):
+            await store.insert([row(tenant, "2026-11-01T10:00:00")._replace(worker="\ud800")])
+
+
+async def test_reopening_keeps_everything_and_repeats_no_migration(directory: Path, tenant: str) -> None:
+    async with opened(directory) as store:
+        await store.insert([row(tenant, "2026-11-01T10:00:00")])
+    async with opened(directory) as store:
+        assert (await usage(store, tenant, [], "2026-11-01", "2026-11-02"))[0][0] == 1
+        applied = queries.Query("SELECT name, count() FROM migrations GROUP BY name ORDER BY name", {})
+        assert [count for _, count in await store.select(applied)] == [1, 1]
+
+
+async def test_a_second_process_is_told_that_the_directory_is_owned(directory: Path) -> None:
+    program = (
+        "import asyncio, sys\nfrom ledger.store import Owned, Store\n"
+        "try: asyncio.run(Store(sys.argv[1], 'headrace').open())\n"
+        "except Owned: print('owned')\n"
+    )
+    async with opened(directory) as store:
+        with pytest.raises(Owned):
+            await Store(f"chdb://{directory}", "headrace").open()
+        second = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-c", program, f"chdb://{directory}"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert second.stdout.strip() == "owned"
+        await store.select(queries.Query("SELECT 1", {}))
+
+
+async def test_a_server_that_is_not_there_is_away_and_no_password_is_told() -> None:
+    store = Store("http://bob:hunter2@127.0.0.1:9", "headrace")
+    with pytest.raises(Away) as caught:
+        await store.open()
+    assert "hunter2" not in str(caught.value)
+    await store.close()
