@@ -28,6 +28,7 @@ from contracts.messages import (
     Outcome,
     Reply,
     RequestEnvelope,
+    WorkItem,
 )
 from scheduler import endings, views
 from scheduler import events as ev
@@ -51,6 +52,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     cancel_repeat_ms: int = 1_000
     ageing_ms: int = 30_000
     """A batch request that waited this long stands with the interactive ones: half the default deadline."""
+    unheld_ms: int = 15_000
+    """An attempt in WORK that its worker, heard and ready, does not hold for this long is withdrawn and given anew.
+    It happens only when something was lost on the way; a worker pulls within milliseconds."""
     patience_ms: int = 5_000
     """How long a request that fits no worker may be passed by smaller ones."""
 
@@ -85,6 +89,7 @@ class Core:
         self._deadlines: list[tuple[int, str]] = []
         self._lapses: list[tuple[int, str]] = []
         self._cancelling: set[str] = set()
+        self._deferred: dict[str, tuple[Outcome, str, str]] = {}
         self._effects: list[ev.Effect] = []
         self._now = now_ms
         self._handlers: dict[type[ev.Event], Callable[..., None]] = {
@@ -199,7 +204,7 @@ class Core:
         request.request_seq = event.seq
         request.envelope = self._trusted(envelope, request.envelope)
         if event.stored_at_ms > request.envelope.publish_by_ms + self.settings.lapse_margin_ms:
-            self._end(request, "expired", "deadline_exceeded", "The request reached the queue too late.")
+            self._end_waiting(request, "expired", "deadline_exceeded", "The request reached the queue too late.")
             return
         self._advance(request, "stored")
         self._hold(request)
@@ -221,31 +226,45 @@ class Core:
         """A stored request that this term did not admit: an earlier owner's, a late one, or one already ended."""
         envelope = event.envelope
         ended = self.memory.ended(envelope.request_id)
-        if ended is not None and not endings.may_follow(ended.event):
-            self._do(ev.AckRequest(event.seq))
+        if ended is not None:
+            self._found_ended(envelope, ended.event, request_seq=event.seq)
             return
         request = Request(envelope, State.ADMITTED)
         request.request_seq = event.seq
         self.admission.adopt(request, self._now, waits=True)
         self.requests[request.id] = request
         if self.memory.cancelled(envelope.request_id):
-            self._end(request, "cancelled", "cancelled", "The request was cancelled.")
+            self._end_waiting(request, "cancelled", "cancelled", "The request was cancelled.")
         elif event.stored_at_ms > envelope.publish_by_ms:
-            self._end(request, "expired", "deadline_exceeded", "The request reached the queue too late.")
+            self._end_waiting(request, "expired", "deadline_exceeded", "The request reached the queue too late.")
         else:
             self._advance(request, "stored")
             self._hold(request)
             self._enqueue(request)
-            if ended is not None:
-                self._resume(request, ended.event)
             self._dispatch()
 
-    def _resume(self, request: Request, event: AttemptEvent) -> None:
-        """A queued request whose attempt ended under an earlier owner: the next attempt has the next number."""
+    def _found_ended(
+        self, envelope: RequestEnvelope, event: AttemptEvent, *, request_seq: int = 0, work_seq: int = 0
+    ) -> None:
+        """A message of a request whose last attempt has a stored end: drop it, or decide about the next attempt."""
+        if not endings.is_void(event):
+            if request_seq:
+                self._do(ev.AckRequest(request_seq))
+            if work_seq:
+                self._do(ev.DeleteWork(work_seq))
+            return
+        request = Request(envelope, State.ENDING)
+        request.request_seq = request_seq
+        request.work_seq = work_seq
         request.attempt = event.attempt
-        request.counted = event.attempt
-        request.deaths = int(event.engine_death or event.outcome == "lost")
+        request.counted = event.attempt - 1
+        request.was_held = event.engine_death
+        self.admission.adopt(request, self._now, waits=False)
+        self.requests[request.id] = request
         self.memory.forget(request.id)
+        self._hold(request)
+        self._decide(request, event)
+        self._dispatch()
 
     def _enqueue(self, request: Request) -> None:
         envelope = request.envelope
@@ -317,6 +336,7 @@ class Core:
         request.worker = worker.beat.worker
         request.progress = None
         request.was_held = False
+        request.adopted = False
         slots, kv_tokens = self.pool.need(worker, request.envelope.choices, request.cost.total)
         worker.assign(request.id, slots, kv_tokens)
         if request.deaths > 0:
@@ -370,6 +390,13 @@ class Core:
             self._advance(request, "end")
         self._do(ev.StoreTerminal(event))
 
+    def _end_waiting(self, request: Request, outcome: Outcome, code: str, message: str) -> None:
+        """End a request that waits; during a takeover only when it is sure that nobody dispatched it."""
+        if self.recovering:
+            self._deferred[request.id] = (outcome, code, message)
+        else:
+            self._end(request, outcome, code, message)
+
     def _version_of(self, request: Request) -> str:
         worker = self.pool.workers.get(request.worker)
         return (
@@ -382,23 +409,36 @@ class Core:
         if request is None:
             self._unknown_ended(event)
             return
-        if event.attempt != request.open_attempt:
-            return
-        self._decide(request, event)
+        if request.state in WAITING:
+            # An attempt above ours was an earlier owner's last word: its number is used up.
+            if event.attempt == request.open_attempt or event.attempt > request.attempt:
+                self._decide_waiting(request, event)
+        elif event.attempt == request.attempt:
+            self._decide(request, event)
         self._dispatch()
+
+    def _decide_waiting(self, request: Request, event: AttemptEvent) -> None:
+        """An end that was stored while the request waits here."""
+        if endings.is_void(event):
+            request.attempt = event.attempt
+            self._count_void(request, event)
+            return
+        self._leave_queue(request)
+        self._finish(request, event, endings.final_error(request, event))
 
     def _decide(self, request: Request, event: AttemptEvent) -> None:
         """The present attempt has ended with ``event``: retry before the first token, else settle for good."""
-        if request.state in WAITING:
-            self._leave_queue(request)
-        else:
-            self._release(request, event)
-        running = request.state is State.RUNNING
+        self._release(request, event)
         void = endings.is_void(event)
         if void:
             self._count_void(request, event)
-            if endings.may_retry(request, event, running=running):
-                self._retry(request)
+            if request.cancel_reason:
+                self._requeue(request)
+                self._end_waiting(request, "cancelled", "cancelled", _cancelled(request))
+                return
+            if endings.may_retry(request, event):
+                self._send_frame(request, "lost", msgspec.json.encode(LostData(retry=True)))
+                self._requeue(request)
                 return
         error = endings.final_error(request, event)
         if error is not None and (event.reporter == "scheduler" or void):
@@ -420,8 +460,7 @@ class Core:
             used = Cost(event.prompt_tokens, event.completion_tokens)
             self.admission.quota(event.tenant, self._now).replay(used, event.admitted_at_ms, self._now)
 
-    def _retry(self, request: Request) -> None:
-        self._send_frame(request, "lost", msgspec.json.encode(LostData(retry=True)))
+    def _requeue(self, request: Request) -> None:
         self._advance(request, "retry")
         self.admission.wait(request, 1, self._now)
         self._enqueue(request)
@@ -467,12 +506,8 @@ class Core:
 
     def _expire(self, request: Request) -> None:
         waited = self._now - request.envelope.admitted_at_ms
-        self._end(
-            request,
-            "expired",
-            "deadline_exceeded",
-            f"No first token within the deadline; waited {waited} ms.",
-        )
+        message = f"No first token within the deadline; waited {waited} ms."
+        self._end_waiting(request, "expired", "deadline_exceeded", message)
 
     # -- cancel and status -------------------------------------------------------------------------------
 
@@ -496,7 +531,7 @@ class Core:
             return
         request.cancel_reason = reason
         if request.state in WAITING:
-            self._end(request, "cancelled", "cancelled", f"The request was cancelled: {reason}.")
+            self._end_waiting(request, "cancelled", "cancelled", _cancelled(request))
         elif request.state in WITH_WORKER:
             self._cancelling.add(request.id)
             if request.work_seq or request.was_held:
@@ -521,7 +556,7 @@ class Core:
         if request is None or request.attempt != event.attempt or request.state not in WITH_WORKER:
             return
         if event.answer is not None and event.answer.status == "unknown" and request.cancel_reason:
-            self._end(request, "cancelled", "cancelled", f"The request was cancelled: {request.cancel_reason}.")
+            self._end(request, "cancelled", "cancelled", _cancelled(request))
 
     def _status_asked(self, event: ev.StatusAsked) -> None:
         self._do(ev.AnswerStatus(event.handle, views.status(self, event.tenant, event.request_id)))
@@ -546,7 +581,17 @@ class Core:
                 worker.suspects.discard(request.id)
                 if request.state is not State.RUNNING:
                     self._advance(request, "progress")
+        if beat.epoch >= self.epoch:
+            self._drop_unstarted(worker)
         self._dispatch()
+
+    def _drop_unstarted(self, worker: Worker) -> None:
+        """A worker that knows this epoch starts no work of an earlier one: what it does not hold by now is void."""
+        for request_id in worker.adopted - worker.held:
+            request = self.requests.get(request_id)
+            if request is not None and request.adopted and request.state in WITH_WORKER:
+                self._end(request, "lost", "worker_lost", "The attempt of an earlier owner was not started.")
+        worker.adopted.clear()
 
     def _holder_seen(self, event: ev.HolderSeen) -> None:
         _, held = self._holders.get(event.beat.holder, (0, set()))
@@ -593,6 +638,7 @@ class Core:
             request = self.requests.get(request_id)
             if request is not None and request.state is State.ADMITTED:
                 self._lapse(request)
+        self._withdraw_unheld()
         for request_id in list(self._cancelling):
             request = self.requests[request_id]
             repeat_at = request.cancel_sent_at_ms + self.settings.cancel_repeat_ms
@@ -601,6 +647,15 @@ class Core:
         self.memory.pass_time(now)
         self.admission.drain.pass_time(now, saturated=len(self.queue) > 0)
         self._dispatch()
+
+    def _withdraw_unheld(self) -> None:
+        for worker in self.pool.workers.values():
+            for request_id in worker.work.keys() - worker.held if self.pool.usable(worker) else ():
+                request = self.requests[request_id]
+                overdue = request.dispatched_at_ms + self.settings.unheld_ms <= self._now
+                if request.state is State.DISPATCHED and overdue and not request.was_held:
+                    self._do(ev.SendControl(request.worker, self._cancel_order(request)))
+                    self._end(request, "lost", "worker_lost", "The attempt did not reach its worker.")
 
     def _lapse(self, request: Request) -> None:
         """Admitted and never published: the reservation comes back; the id is remembered, should it come later."""
@@ -621,29 +676,52 @@ class Core:
             if known.work_seq != event.seq and known.state is not State.DISPATCHING:
                 self._do(ev.DeleteWork(event.seq))
             return
-        if known is not None:
-            return  # Queued again here; the attempt found is dropped when the next one is stored.
         ended = self.memory.ended(request_id)
-        if not self.recovering or (ended is not None and ended.event.attempt > item.attempt):
+        if not self.recovering:
             self._do(ev.DeleteWork(event.seq))  # Nobody needs it: ended here, or stored too late.
             return
-        request = Request(item.request, State.DISPATCHED)
-        self.admission.adopt(request, self._now, waits=False)
+        if ended is not None and ended.event.attempt >= item.attempt:
+            self._found_ended(item.request, ended.event, work_seq=event.seq)
+            return
+        if known is None:
+            request = Request(item.request, State.DISPATCHED)
+            self.admission.adopt(request, self._now, waits=False)
+            self.requests[request_id] = request
+            self._hold(request)
+        else:
+            request = known
+            self._leave_queue(request)
+            request.move(State.DISPATCHED, self._now)
+        self._adopt(request, item, event.seq)
+        self.memory.forget(request_id)
+
+    def _adopt(self, request: Request, item: WorkItem, seq: int) -> None:
+        """Take over an attempt that an earlier owner dispatched."""
         self.queue.set_weight(request.tenant, self.admission.tenant(request.tenant).weight)
         self.queue.adopt(request.tenant, request.cost.total)
         request.charged = request.cost.total
-        request.work_seq = event.seq
+        if request.work_seq:
+            self._do(ev.DeleteWork(request.work_seq))
+        request.work_seq = seq
         request.dispatched_at_ms = item.dispatched_at_ms
         request.counted = item.attempt - 1
-        self._place_on(request, self.pool.expect(item.worker, self.model, item.version), item.attempt)
-        self.requests[request_id] = request
-        self._hold(request)
-        if ended is not None and ended.event.attempt == item.attempt:
-            self.memory.forget(request_id)
-            self._decide(request, ended.event)
+        worker = self.pool.expect(item.worker, self.model, item.version)
+        self._place_on(request, worker, item.attempt)
+        request.adopted = True
+        worker.adopted.add(request.id)
+        if request.request_seq:
+            self._do(ev.AckRequest(request.request_seq))
+            request.request_seq = 0
 
     def _recovered(self, event: ev.Recovered) -> None:
         self.recovering = False
+        for request_id, (outcome, code, message) in self._deferred.items():
+            request = self.requests.get(request_id)
+            if request is not None and request.state in WAITING:
+                self._end(request, outcome, code, message)
+            elif request is not None and request.cancel_reason and request.state in WITH_WORKER:
+                self._send_cancel(request)
+        self._deferred.clear()
         self._dispatch()
 
     # -- settings ----------------------------------------------------------------------------------------
@@ -678,3 +756,7 @@ class Core:
         if reply.subject:
             frame = Frame(stream=reply.stream, attempt=request.open_attempt, seq=-1, kind=kind, data=msgspec.Raw(data))
             self._do(ev.SendFrame(reply.subject, frame))
+
+
+def _cancelled(request: Request) -> str:
+    return f"The request was cancelled: {request.cancel_reason}."

@@ -14,20 +14,13 @@ def is_void(event: AttemptEvent) -> bool:
     return event.outcome == "lost" or (event.outcome == "failed" and event.retryable)
 
 
-def may_retry(request: Request, event: AttemptEvent, *, running: bool) -> bool:
-    """Whether another attempt follows the void ``event``. ``running``: its first token had been seen."""
-    tokens_seen = event.completion_tokens > 0 or running
+def may_retry(request: Request, event: AttemptEvent) -> bool:
+    """Whether another attempt follows the void ``event``; a later owner would answer the same from what is stored."""
     return (
-        not request.cancel_reason
-        and not (request.envelope.stream and tokens_seen)
+        not (request.envelope.stream and event.completion_tokens > 0)
         and request.counted < ATTEMPTS_MAX
         and request.attempt < DISPATCHES_MAX
     )
-
-
-def may_follow(event: AttemptEvent) -> bool:
-    """The same for a request known only by its stored end (after a takeover)."""
-    return is_void(event) and (not event.stream or event.completion_tokens == 0) and event.attempt < ATTEMPTS_MAX
 
 
 def proposed(

@@ -12,7 +12,7 @@ from contracts.messages import Epoch, Progress, WorkerHeartbeat
 class Worker:
     """One worker incarnation as the scheduler sees it."""
 
-    __slots__ = ("beat", "held", "kv_reserved", "last_tick", "slots_reserved", "suspects", "work")
+    __slots__ = ("adopted", "beat", "held", "kv_reserved", "last_tick", "slots_reserved", "suspects", "work")
 
     def __init__(self, beat: WorkerHeartbeat, tick: int) -> None:
         self.beat = beat
@@ -25,6 +25,8 @@ class Worker:
         """Suspect requests placed here that have no first token yet."""
         self.held: set[str] = set()
         """Request ids that the worker itself said it holds."""
+        self.adopted: set[str] = set()
+        """Request ids of work that an earlier owner dispatched here, until the worker knows our epoch."""
 
     def assign(self, request_id: str, slots: int, kv_tokens: int) -> None:
         self.work[request_id] = (slots, kv_tokens)

@@ -23,6 +23,7 @@ class Request:
     """One admitted request until its end is stored."""
 
     __slots__ = (
+        "adopted",
         "attempt",
         "cancel_reason",
         "cancel_sent_at_ms",
@@ -47,6 +48,8 @@ class Request:
         """Without a body; before REQUESTS stored it, with an empty reply."""
         self.state = state
         self.cost = Cost(envelope.prompt_tokens, envelope.max_output_tokens * envelope.choices)
+        self.adopted = False
+        """Whether the present attempt was dispatched by an earlier owner."""
         self.attempt = 0
         """Number of the last attempt that was dispatched; 0 before the first."""
         self.counted = 0

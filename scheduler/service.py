@@ -94,6 +94,7 @@ class Term:
         self._requests_bytes = 0
         self._last_request_seq = 0
         self._last_attempt_seq = 0
+        self._tail_from_ms = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -119,6 +120,8 @@ class Term:
                 asyncio.create_task(self._open(fresh=fresh)),
                 asyncio.create_task(self._sweep()),
             ]
+            for loop in loops:
+                loop.add_done_callback(self._loop_done)
             try:
                 waiting: set[asyncio.Future[Any]] = {loops[0], self._failed}
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -141,6 +144,10 @@ class Term:
             log.critical("core_failed", model=self.model, error=repr(error), exc_info=True)
             self._failed.set_exception(error)
 
+    def _loop_done(self, loop: asyncio.Task[None]) -> None:
+        if not loop.cancelled() and (error := loop.exception()) is not None and not self._failed.done():
+            self._failed.set_exception(error)
+
     async def _stop_tasks(self) -> None:
         for task in list(self._tasks):
             task.cancel()
@@ -157,7 +164,8 @@ class Term:
         async for message in self._bus.read(topology.REQUESTS, subjects.requests_of(self.model)):
             start_at_ms = min(start_at_ms, message.stored_at_ms)
             break
-        await self._read_attempts(stack, min(start_at_ms, now_ms() - REPLAY_MS))
+        self._tail_from_ms = min(start_at_ms, now_ms() - REPLAY_MS)
+        await self._read_attempts(stack)
         for message in work:
             self._found(message)
         puller = await self._bus.pull(
@@ -174,13 +182,17 @@ class Term:
             await self._until(lambda: self._last_request_seq >= newest_request.stream_seq)
         return not work and newest_request is None and self._last_attempt_seq == 0
 
-    async def _read_attempts(self, stack: AsyncExitStack, start_at_ms: int) -> None:
-        newest = await self._bus.last(topology.ATTEMPTS, subjects.attempts_of(self.model))
+    async def _read_attempts(self, stack: AsyncExitStack) -> None:
         tail = await self._bus.tail(
-            topology.ATTEMPTS, subjects.attempts_of(self.model), self._on_attempt, start_at_ms=start_at_ms
+            topology.ATTEMPTS, subjects.attempts_of(self.model), self._on_attempt, start_at_ms=self._tail_from_ms
         )
         await stack.enter_async_context(_closing(tail))
-        if newest is not None and newest.stored_at_ms >= start_at_ms:
+        await self._catch_up()
+
+    async def _catch_up(self) -> None:
+        """Wait until every end that is stored by now has been fed."""
+        newest = await self._bus.last(topology.ATTEMPTS, subjects.attempts_of(self.model))
+        if newest is not None and newest.stored_at_ms >= self._tail_from_ms:
             await self._until(lambda: self._last_attempt_seq >= newest.stream_seq)
 
     async def _open(self, *, fresh: bool) -> None:
@@ -190,6 +202,7 @@ class Term:
             while self.core.pool.unacknowledged():  # noqa: ASYNC110
                 await asyncio.sleep(LOOK_EVERY_S)
             await self._read_work()  # What the owner before us stored while it did not know better.
+            await self._catch_up()  # What left WORK meanwhile has ended.
         self.feed(ev.Recovered())
 
     async def _read_work(self) -> None:
@@ -234,7 +247,8 @@ class Term:
             log.error("request_undecodable", subject=message.subject, seq=message.stream_seq, reason=str(error))
             self._spawn(self._drop(topology.REQUESTS, message.stream_seq))
             return
-        if self._requests_bytes + len(message.data) <= self._config.body_cache_bytes:
+        room = self._requests_bytes + len(message.data) <= self._config.body_cache_bytes
+        if room and message.stream_seq not in self._requests:
             self._requests_bytes += len(message.data)
             self._requests[message.stream_seq] = message
         bodiless = msgspec.structs.replace(envelope, body=NOTHING)

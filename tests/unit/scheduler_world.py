@@ -17,6 +17,7 @@ from contracts.messages import (
     CancelAttempt,
     CancelRequest,
     ControlAnswer,
+    ControlRequest,
     Epoch,
     Frame,
     HolderHeartbeat,
@@ -82,14 +83,8 @@ class World:
     def __init__(self, seed: int, *, limits: dict[str, int] | None = None, tenants: int = 3) -> None:
         self.random = random.Random(seed)
         self.now = 1_000_000
-        self.core = Core(
-            model="m",
-            owner="s",
-            epoch=EPOCH,
-            manifest=manifest(**(limits or {})),
-            settings=Settings(publish_within_ms=1_000, lapse_margin_ms=200),
-            now_ms=self.now,
-        )
+        self.limits = limits or {}
+        self.core = self.new_core(EPOCH)
         self.requests: dict[int, RequestEnvelope] = {}
         self.work: dict[int, WorkItem] = {}
         self.attempts: dict[tuple[str, int], AttemptEvent] = {}
@@ -103,9 +98,54 @@ class World:
         self.unpublished: list[str] = []
         self.seq = 0
         self.names = [f"t{number}" for number in range(tenants)]
+        self.tell_tenants()
+        self.feed(ev.Recovered())
+
+    def new_core(self, epoch: Epoch) -> Core:
+        return Core(
+            model="m",
+            owner="s",
+            epoch=epoch,
+            manifest=manifest(**self.limits),
+            settings=Settings(publish_within_ms=1_000, lapse_margin_ms=200),
+            now_ms=self.now,
+        )
+
+    def tell_tenants(self) -> None:
         for name in self.names:
             self.feed(ev.TenantChanged(name, TenantRecord(name=name, limits=TenantLimits(concurrency=20))))
+
+    def takeover(self) -> None:
+        """The owner dies with half of its last effects done; another one rebuilds itself from the streams.
+
+        What the dead one still had in flight may be stored between the first and the second look at WORK.
+        """
+        in_flight, self.pending = self.pending, []
+        old = self.core
+        self.core = self.new_core(Epoch(1, old.epoch.revision + 1))
+        self.tell_tenants()
+        self.tail.clear()
+        for event in list(self.attempts.values()):
+            self.feed(ev.TerminalStored(event))
+        for seq, item in list(self.work.items()):
+            self.feed(ev.WorkFound(item, seq))
+        for seq, envelope in list(self.requests.items()):
+            self.feed(ev.RequestStored(envelope, seq, self.now))
+        for effect in in_flight:
+            if self.random.random() < 0.5:
+                effect()
+        for _ in range(12):
+            self.pass_time(500)
+            if not self.core.pool.unacknowledged():
+                break
+        for seq, item in list(self.work.items()):
+            self.feed(ev.WorkFound(item, seq))
+        self.read_tail()
         self.feed(ev.Recovered())
+
+    def read_tail(self) -> None:
+        while self.tail:
+            self.feed(ev.TerminalStored(self.tail.pop(0)))
 
     # -- the core ----------------------------------------------------------------------------------------
 
@@ -131,7 +171,8 @@ class World:
             case ev.StoreTerminal(event):
                 self.pending.append(lambda: self.store_attempt(event))
             case ev.StoreWork():
-                self.pending.append(lambda: self.store_work(effect))
+                core = self.core
+                self.pending.append(lambda: self.store_work(core, effect))
             case ev.SendControl(worker, order):
                 self.pending.append(lambda: self.control(worker, order))
 
@@ -143,9 +184,12 @@ class World:
         self.tail.append(event)
         return True
 
-    def store_work(self, effect: ev.StoreWork) -> None:
-        request = self.core.awaits_work(effect)
+    def store_work(self, core: Core, effect: ev.StoreWork) -> None:
+        request = core.awaits_work(effect)
         if request is None:
+            return
+        if core is not self.core:
+            self.add_work(core, effect, request.envelope)
             return
         held = effect.request_seq in self.requests or effect.work_seq in self.work
         assert held, f"the body of {effect.request_id} is gone: {request.history}"
@@ -153,22 +197,28 @@ class World:
             self.feed(ev.WorkRefused(effect.request_id, effect.attempt))
             if self.random.random() < 0.5:
                 return  # Else: stored after all.
+        seq = self.add_work(core, effect, request.envelope)
+        self.feed(ev.WorkStored(effect.request_id, effect.attempt, seq))
+
+    def add_work(self, core: Core, effect: ev.StoreWork, envelope: RequestEnvelope) -> int:
         self.seq += 1
         self.work[self.seq] = WorkItem(
-            epoch=EPOCH,
+            epoch=core.epoch,
             attempt=effect.attempt,
             version="v1",
             worker=effect.worker,
             dispatched_at_ms=self.now,
-            request=request.envelope,
+            request=envelope,
         )
-        self.feed(ev.WorkStored(effect.request_id, effect.attempt, self.seq))
+        return self.seq
 
-    def control(self, name: str, order: object) -> None:
+    def control(self, name: str, order: ControlRequest) -> None:
         worker = next((w for w in self.workers if w.name == name), None)
         answer: ControlAnswer | None = None
         if worker is not None and worker.alive and not worker.frozen:
-            worker.epoch = EPOCH
+            if order.epoch < worker.epoch:
+                return
+            worker.epoch = order.epoch
             if isinstance(order, CancelAttempt):
                 answer = ControlAnswer(status=self.cancel_on(worker, (order.request_id, order.attempt)))
             elif type(order).__name__ == "Evict":
@@ -230,7 +280,10 @@ class World:
             return
         for item in list(self.work.values()):
             key = (item.request.request_id, item.attempt)
-            if item.worker == worker.name and key not in worker.never and len(worker.running) < worker.slots:
+            if item.worker != worker.name or item.epoch < worker.epoch or key in worker.never:
+                continue
+            if len(worker.running) < worker.slots:
+                worker.epoch = item.epoch
                 worker.never.add(key)
                 worker.running[key] = Progress(
                     request_id=key[0], attempt=key[1], prompt_tokens=item.request.prompt_tokens
@@ -319,6 +372,8 @@ class World:
         elif draw < 0.58 and self.workers:
             worker = self.random.choice(self.workers)
             worker.frozen = not worker.frozen
+        elif draw < 0.585:
+            self.takeover()
         elif draw < 0.60 and self.requests:  # Delivered again.
             seq = self.random.choice(list(self.requests))
             self.feed(ev.RequestStored(self.requests[seq], seq, self.now))
@@ -336,8 +391,7 @@ class World:
         for _ in range(len(self.pending)):
             if self.random.random() < 0.8:
                 self.pending.pop()()
-        while self.tail:
-            self.feed(ev.TerminalStored(self.tail.pop(0)))
+        self.read_tail()
         for worker in self.workers:
             self.run_worker(worker)
             if worker.alive and not worker.frozen and not worker.evicted:
@@ -356,6 +410,8 @@ class World:
             self.feed(ev.HolderSeen(HolderHeartbeat(holder="g1")))
             self.feed(ev.HolderSeen(HolderHeartbeat(holder="g2")))
             self.pass_time(500)
+            for seq, item in list(self.work.items()):  # The sweep.
+                self.feed(ev.WorkFound(item, seq))
             if not self.core.requests and not self.pending and not self.tail:
                 return
         raise AssertionError(f"never quiet: {[(r.id, r.state, r.history) for r in self.core.requests.values()]}")

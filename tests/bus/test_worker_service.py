@@ -1,0 +1,703 @@
+"""A worker with the simulated engine on a real NATS server: what the scheduler and a gateway see of it."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from contracts import ids, subjects, topology
+from contracts.bus import Bus, Incoming
+from contracts.messages import (
+    Announce,
+    AttemptEvent,
+    CancelAttempt,
+    ControlAnswer,
+    EndData,
+    Epoch,
+    ErrorData,
+    Evict,
+    Frame,
+    FramesAnswer,
+    FramesRequest,
+    Manifest,
+    Reply,
+    ReplyMessage,
+    RequestEnvelope,
+    WorkerHeartbeat,
+    WorkItem,
+)
+from tests.conftest import NatsServer, free_port
+from worker import keeper
+from worker.__main__ import build_engine
+from worker.config import WorkerConfig
+from worker.engine import Engine, EngineFailure
+from worker.service import Worker
+from worker.simulated_engine import SimConfig, SimulatedEngine
+
+WAIT_S = 60.0
+MODEL = "sim/model 1"
+MANIFEST = Manifest(
+    name=MODEL,
+    version="v1",
+    engine="simulated",
+    context=1000,
+    default_output_tokens=16,
+    tokenizer_fingerprint="ours",
+)
+
+
+async def until(condition: Callable[[], Any], what: str = "") -> Any:
+    """The condition's first true value; fails after WAIT_S."""
+    deadline = time.monotonic() + WAIT_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, what or "waited in vain"
+        await asyncio.sleep(0.005)
+    return value
+
+
+class Harness:
+    """A scheduler's and a gateway's hands, and what they hear."""
+
+    def __init__(self, bus: Bus, url: str) -> None:
+        self.bus = bus
+        self.url = url
+        self.mailbox = subjects.gateway_mailbox(ids.incarnation("g"))
+        self.messages: list[ReplyMessage] = []
+        self.beats: list[WorkerHeartbeat] = []
+        self.epoch = Epoch(1, 1)
+        self.workers: list[tuple[Worker, asyncio.Task[None]]] = []
+        self._stack = contextlib.AsyncExitStack()
+
+    async def open(self) -> None:
+        await topology.ensure(self.bus)
+        await self.bus.kv_put(topology.MODELS, subjects.encode(MODEL), msgspec.json.encode(MANIFEST))
+        await self.bus.subscribe(self.mailbox, self._on_reply)
+        await self.bus.subscribe(subjects.HEARTBEATS, self._on_beat)
+
+    def _on_reply(self, incoming: Incoming) -> None:
+        self.messages.append(msgspec.json.decode(incoming.data, type=ReplyMessage))
+
+    def _on_beat(self, incoming: Incoming) -> None:
+        self.beats.append(msgspec.json.decode(incoming.data, type=WorkerHeartbeat))
+
+    async def start(self, build: Callable[[], Engine] | None = None, *, url: str = "", **settings: Any) -> Worker:
+        """A worker that is ready."""
+        config = WorkerConfig(model=MODEL, **{"sim_itl_ms": 5.0, "sim_slots": 4, **settings})
+        bus = await Bus.connect(url or self.url, name="worker")
+        self._stack.push_async_callback(bus.close)
+        worker = Worker(bus, config, MANIFEST, build or (lambda: build_engine(config, MANIFEST)))
+        self.workers.append((worker, asyncio.create_task(worker.run())))
+        await self.ready()
+        return worker
+
+    async def ready(self, *but: str) -> str:
+        """Name of a worker that is ready and none of ``but``."""
+
+        def found() -> str:
+            return next((b.worker for b in reversed(self.beats) if b.state == "ready" and b.worker not in but), "")
+
+        return str(await until(found, "no worker gets ready"))
+
+    async def close(self) -> None:
+        while self.workers:
+            worker, task = self.workers.pop()
+            worker.stop()
+            await asyncio.wait_for(task, WAIT_S)
+        await self._stack.aclose()
+
+    @property
+    def worker(self) -> str:
+        return self.beats[-1].worker
+
+    def item(
+        self, worker: str, *, stream: bool = True, attempt: int = 1, max_tokens: int = 100, **fields: Any
+    ) -> WorkItem:
+        simulate = fields.pop("simulate", {})
+        request_id = fields.pop("request_id", "") or ids.request_id()
+        epoch = fields.pop("epoch", self.epoch)
+        body = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "one two three"}],
+            "max_tokens": max_tokens,
+            "stream": stream,
+            "simulate": simulate,
+        }
+        now = time.time_ns() // 1_000_000
+        request = RequestEnvelope(
+            **{
+                "request_id": request_id,
+                "tenant": "ten.ant",
+                "key_id": "k1",
+                "model": MODEL,
+                "endpoint": "chat/completions",
+                "stream": stream,
+                "prompt_tokens": 7,
+                "max_output_tokens": max_tokens,
+                "choices": 1,
+                "priority": "interactive",
+                "admitted_at_ms": now,
+                "publish_by_ms": now + 5000,
+                "deadline_at_ms": now + 60_000,
+                "reply": Reply(subject=self.mailbox, stream=request_id),
+                "tokenizer_fingerprint": "ours",
+                "body": msgspec.Raw(msgspec.json.encode(body)),
+                **fields,
+            }
+        )
+        return WorkItem(
+            epoch=epoch, attempt=attempt, version="v1", worker=worker, dispatched_at_ms=now, request=request
+        )
+
+    async def dispatch(self, item: WorkItem, *, msg_id: str = "") -> str:
+        request_id = item.request.request_id
+        await self.bus.store(
+            subjects.work(MODEL, "v1", item.worker),
+            msgspec.json.encode(item),
+            msg_id=msg_id or f"{request_id}.{item.attempt}",
+        )
+        return request_id
+
+    async def send(self, **fields: Any) -> str:
+        return await self.dispatch(self.item(fields.pop("worker", "") or self.worker, **fields))
+
+    # What came of it ---------------------------------------------------------------------------------------
+
+    def frames(self, request_id: str) -> list[Frame]:
+        return [frame for m in self.messages for frame in m.frames if frame.stream == request_id]
+
+    async def closed(self, request_id: str) -> list[Frame]:
+        """All frames, once the last one came."""
+
+        def ended() -> list[Frame]:
+            frames = self.frames(request_id)
+            return frames if frames and frames[-1].kind in ("end", "error") else []
+
+        frames: list[Frame] = await until(ended, "no closing frame")
+        assert [frame.seq for frame in frames] == list(range(len(frames)))
+        return frames
+
+    async def event(self, request_id: str, attempt: int = 1) -> AttemptEvent:
+        """The stored terminal event."""
+        deadline = time.monotonic() + WAIT_S
+        subject = subjects.attempt(MODEL, request_id, attempt)
+        while (stored := await self.bus.last(topology.ATTEMPTS, subject)) is None:
+            assert time.monotonic() < deadline, "no terminal event"
+            await asyncio.sleep(0.01)
+        return msgspec.json.decode(stored.data, type=AttemptEvent)
+
+    async def no_event(self, request_id: str) -> bool:
+        return await self.bus.last(topology.ATTEMPTS, subjects.attempt(MODEL, request_id, 1)) is None
+
+    async def work_left(self) -> int:
+        return len([m async for m in self.bus.read(topology.WORK, "work.v1.>")])
+
+    async def work_done(self) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while await self.work_left():
+            assert time.monotonic() < deadline, "work is not acknowledged"
+            await asyncio.sleep(0.02)
+
+    async def tokens(self, request_id: str, count: int) -> None:
+        await until(lambda: len(texts(self.frames(request_id))) >= count, "too few tokens")
+
+    async def order(self, worker: str, request: Announce | CancelAttempt | Evict) -> ControlAnswer:
+        data = await self.bus.request(subjects.control(worker), msgspec.json.encode(request), timeout_s=10)
+        return msgspec.json.decode(data, type=ControlAnswer)
+
+    async def cancel(self, request_id: str, *, epoch: Epoch | None = None) -> str:
+        order = CancelAttempt(epoch=epoch or self.epoch, request_id=request_id, attempt=1)
+        return (await self.order(self.worker, order)).status
+
+    async def repaired(self, worker: str, request_id: str, tenant: str = "ten.ant") -> list[Frame] | None:
+        """All frames that the worker still has, page by page."""
+        frames: list[Frame] = []
+        while True:
+            request = FramesRequest(request_id=request_id, attempt=1, from_seq=len(frames))
+            data = await self.bus.request(subjects.frames(worker, tenant), msgspec.json.encode(request))
+            answer = msgspec.json.decode(data, type=FramesAnswer)
+            if not answer.known:
+                return None
+            frames += answer.frames
+            if not answer.more:
+                return frames
+
+
+def texts(frames: list[Frame]) -> list[str]:
+    """Generated text of each chunk that has some."""
+    found = []
+    for frame in frames:
+        if frame.kind == "chunk":
+            for choice in msgspec.json.decode(frame.data).get("choices", ()):
+                if text := choice["delta"].get("content"):
+                    found.append(text)
+    return found
+
+
+def words(count: int) -> list[str]:
+    return [f"w{number} " for number in range(count)]
+
+
+@pytest.fixture
+async def harness(nats_url: str) -> AsyncIterator[Harness]:
+    bus = await Bus.connect(nats_url, name="test")
+    harness = Harness(bus, nats_url)
+    await harness.open()
+    yield harness
+    await harness.close()
+    await bus.close()
+
+
+# The usual path --------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_is_accepted_generated_ended_and_acknowledged(harness: Harness) -> None:
+    await harness.start()
+    request_id = await harness.send(simulate={"tokens": words(5)})
+    frames = await harness.closed(request_id)
+    assert frames[0].kind == "accepted"
+    assert {frame.kind for frame in frames[1:-1]} == {"chunk"}
+    assert texts(frames) == words(5)
+    assert all(message.worker == harness.worker for message in harness.messages)
+    event = await harness.event(request_id)
+    assert (event.outcome, event.reporter, event.worker) == ("completed", "worker", harness.worker)
+    assert (event.tenant, event.key_id, event.model, event.version) == ("ten.ant", "k1", MODEL, "v1")
+    assert (event.prompt_tokens, event.completion_tokens, event.finish_reason) == (7, 5, "stop")
+    assert event.billable and event.last_seq == frames[-1].seq
+    assert 0 < event.dispatched_at_ms <= event.first_token_at_ms <= event.ended_at_ms
+    end = msgspec.json.decode(frames[-1].data, type=EndData)
+    assert (end.outcome, end.completion_tokens, end.finish_reason) == ("completed", 5, "stop")
+    await harness.work_done()
+
+
+async def test_a_whole_answer_is_one_chunk(harness: Harness) -> None:
+    await harness.start()
+    request_id = await harness.send(stream=False, simulate={"tokens": words(3)})
+    frames = await harness.closed(request_id)
+    assert [frame.kind for frame in frames] == ["accepted", "chunk", "end"]
+    answer = msgspec.json.decode(frames[1].data)
+    assert answer["choices"][0]["message"]["content"] == "".join(words(3))
+
+
+async def test_a_body_that_travels_by_reference_and_an_answer_in_parts(harness: Harness) -> None:
+    await harness.start()
+    token = 'é"' * 1_200_000
+    item = harness.item(harness.worker, stream=False, simulate={"tokens": [token]})
+    await harness.bus.object_put(topology.BODIES, "big", bytes(item.request.body))
+    item = msgspec.structs.replace(
+        item, request=msgspec.structs.replace(item.request, body=msgspec.Raw(b"{}"), body_object="big")
+    )
+    frames = await harness.closed(await harness.dispatch(item))
+    assert [frame.kind for frame in frames][-3:] == ["part", "chunk", "end"]
+    whole = "".join(msgspec.json.decode(frame.data, type=str) for frame in frames[1:-1])
+    assert msgspec.json.decode(whole)["choices"][0]["message"]["content"] == token
+
+
+async def test_a_body_that_is_gone_fails_for_good(harness: Harness) -> None:
+    await harness.start()
+    frames = await harness.closed(await harness.send(body_object="nothing"))
+    assert msgspec.json.decode(frames[-1].data, type=ErrorData).code == "internal_error"
+
+
+async def test_no_more_runs_than_there_are_slots(harness: Harness) -> None:
+    await harness.start(sim_slots=2)
+    sent = [await harness.send(max_tokens=10) for _ in range(7)]
+    for request_id in sent:
+        await harness.closed(request_id)
+    assert max(len(beat.held) for beat in harness.beats) <= 2
+    assert max(beat.running for beat in harness.beats) <= 2
+    await harness.work_done()
+
+
+async def test_what_does_not_fit_the_kv_cache_waits_held(harness: Harness) -> None:
+    await harness.start(sim_kv_tokens=200)
+    first = await harness.send(max_tokens=150)
+    await harness.tokens(first, 1)
+    second = await harness.send(max_tokens=100)
+    await until(lambda: {p.request_id for p in harness.beats[-1].held} == {first, second})
+    assert harness.beats[-1].waiting == 1
+    assert harness.frames(second) == []
+    assert (await harness.closed(first))[-1].kind == "end"
+    assert (await harness.closed(second))[-1].kind == "end"
+
+
+async def test_heartbeats_tell_progress_and_the_end_at_once(harness: Harness) -> None:
+    await harness.start()
+    request_id = await harness.send(max_tokens=300)
+    await until(lambda: any(p.completion_tokens for p in harness.beats[-1].held), "no progress is told")
+    beat = harness.beats[-1]
+    assert (beat.model, beat.version, beat.slots, beat.running) == (MODEL, "v1", 4, 1)
+    assert beat.held[0].prompt_tokens == 7
+    assert await harness.cancel(request_id) == "ended"
+    await until(lambda: not harness.beats[-1].held)
+
+
+# Cancel ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_cancel_stops_the_generation_and_is_answered_when_the_end_is_stored(harness: Harness) -> None:
+    await harness.start()
+    request_id = await harness.send(max_tokens=5000)
+    await harness.tokens(request_id, 3)
+    assert await harness.cancel(request_id) == "ended"
+    event = await harness.event(request_id)
+    assert (event.outcome, event.billable) == ("cancelled", True)
+    assert 3 <= event.completion_tokens < 5000
+    frames = await harness.closed(request_id)
+    end = msgspec.json.decode(frames[-1].data, type=EndData)
+    assert (end.outcome, end.completion_tokens) == ("cancelled", event.completion_tokens)
+    assert event.last_seq == frames[-1].seq
+    await harness.work_done()
+    assert await harness.cancel(request_id) == "ended"
+    await until(lambda: harness.beats[-1].kv_tokens_used == 0, "the KV cache is not freed")
+
+
+async def test_a_cancel_that_overtakes_its_work_holds(harness: Harness) -> None:
+    await harness.start()
+    item = harness.item(harness.worker)
+    request_id = item.request.request_id
+    assert await harness.cancel(request_id) == "unknown"
+    await harness.dispatch(item)
+    await harness.work_done()
+    assert harness.frames(request_id) == []
+    assert await harness.no_event(request_id)
+
+
+async def test_a_cancel_between_pull_and_submission(harness: Harness) -> None:
+    await harness.start()
+    request_id = await harness.send(simulate={"submit_delay_ms": 60_000})
+    await until(lambda: harness.beats[-1].held)
+    assert harness.beats[-1].running == 0
+    assert await harness.cancel(request_id) == "ended"
+    event = await harness.event(request_id)
+    assert (event.outcome, event.completion_tokens, event.billable) == ("cancelled", 0, False)
+    assert [frame.kind for frame in await harness.closed(request_id)] == ["end"]
+
+
+# Once ------------------------------------------------------------------------------------------------------
+
+
+async def test_work_that_is_stored_twice_runs_once(harness: Harness) -> None:
+    await harness.start()
+    item = harness.item(harness.worker, max_tokens=30)
+    request_id = await harness.dispatch(item, msg_id="a")
+    await harness.dispatch(item, msg_id="b")
+    await harness.closed(request_id)
+    await harness.dispatch(item, msg_id="c")
+    await harness.work_done()
+    assert len(texts(harness.frames(request_id))) == 30
+    assert harness.beats[-1].decode_tokens_total == 30
+
+
+async def test_another_event_that_was_first_silences_the_worker(harness: Harness) -> None:
+    await harness.start()
+    request_id = await harness.send(max_tokens=100)
+    await harness.tokens(request_id, 1)
+    event = AttemptEvent(
+        request_id=request_id,
+        attempt=1,
+        tenant="ten.ant",
+        key_id="k1",
+        model=MODEL,
+        version="v1",
+        endpoint="chat/completions",
+        priority="interactive",
+        outcome="lost",
+        reporter="scheduler",
+    )
+    await harness.bus.store(
+        subjects.attempt(MODEL, request_id, 1), msgspec.json.encode(event), msg_id="s", expect_last=0
+    )
+    await harness.work_done()
+    await until(lambda: not harness.beats[-1].held)
+    assert harness.frames(request_id)[-1].kind == "chunk"
+    assert (await harness.event(request_id)).outcome == "lost"
+
+
+async def test_a_lower_epoch_gets_nothing_done(harness: Harness) -> None:
+    await harness.start()
+    assert (await harness.order(harness.worker, Announce(epoch=Epoch(1, 9)))).status == "ok"
+    await until(lambda: harness.beats[-1].epoch == Epoch(1, 9))
+    request_id = await harness.send(epoch=Epoch(1, 8))
+    await harness.work_done()
+    assert await harness.no_event(request_id)
+    assert harness.frames(request_id) == []
+    assert await harness.cancel(request_id, epoch=Epoch(1, 8)) == "stale"
+    assert (await harness.order(harness.worker, Evict(epoch=Epoch(1, 8)))).status == "stale"
+
+
+async def test_another_tokenizer_is_refused_retryably(harness: Harness) -> None:
+    await harness.start()
+    event = await harness.event(await harness.send(tokenizer_fingerprint="theirs"))
+    assert (event.outcome, event.retryable, event.completion_tokens) == ("failed", True, 0)
+    assert "tokenizer" in event.error_message
+    await harness.work_done()
+
+
+async def test_malformed_work_is_cleared_away(harness: Harness) -> None:
+    await harness.start()
+    await harness.bus.store(subjects.work(MODEL, "v1", harness.worker), b"{", msg_id="x")
+    await harness.work_done()
+    await harness.closed(await harness.send(max_tokens=1))
+
+
+# Failures --------------------------------------------------------------------------------------------------
+
+
+async def test_a_retryable_failure_sends_no_frame_and_leaves_the_word_to_the_scheduler(harness: Harness) -> None:
+    await harness.start()
+    request_id = await harness.send(simulate={"fail_after": 2})
+    event = await harness.event(request_id)
+    assert (event.outcome, event.retryable, event.billable) == ("failed", True, False)
+    assert event.completion_tokens == 2
+    await harness.work_done()
+    frames = harness.frames(request_id)
+    assert {frame.kind for frame in frames} == {"accepted", "chunk"}
+    assert frames[-1].seq == event.last_seq
+
+
+async def test_a_request_that_the_engine_refuses_ends_with_its_error(harness: Harness) -> None:
+    await harness.start()
+    frames = await harness.closed(await harness.send(simulate={"nonsense": 1}))
+    error = msgspec.json.decode(frames[-1].data, type=ErrorData)
+    assert error.code == "invalid_request"
+
+
+class Mortal(SimulatedEngine):
+    """A simulated engine whose health check fails on demand."""
+
+    dead = False
+
+    async def check(self) -> None:
+        if self.dead:
+            raise EngineFailure("engine_error", "dead", retryable=True, engine_death=True)
+
+
+async def test_a_dead_engine_is_rebuilt_and_its_attempts_are_returned(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "CHECK_S", 0.05)
+    engines: list[Mortal] = []
+
+    def build() -> Engine:
+        engines.append(Mortal(SimConfig(model=MODEL, slots=4, itl_ms=5.0)))
+        return engines[-1]
+
+    worker = await harness.start(build)
+    assert worker.not_ready() == ""
+    request_id = await harness.send(max_tokens=5000)
+    await harness.tokens(request_id, 1)
+    engines[0].dead = True
+    event = await harness.event(request_id)
+    assert (event.outcome, event.retryable, event.engine_death) == ("failed", True, True)
+    await until(lambda: any(beat.state == "engine_down" for beat in harness.beats))
+    await until(lambda: harness.beats[-1].state == "ready", "the engine does not come back")
+    assert len(engines) == 2
+    await harness.closed(await harness.send(max_tokens=3))
+
+
+async def test_a_stall_is_found(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "SAMPLE_S", 0.05)
+    await harness.start(stall_s=0.5)
+    steady = await harness.send(max_tokens=400)
+    request_id = await harness.send(simulate={"hang_after": 1})
+    await harness.tokens(steady, 1)
+    event = await harness.event(request_id)
+    assert (event.error_code, event.retryable, event.completion_tokens) == ("engine_error", True, 1)
+    assert (await harness.closed(steady))[-1].kind == "end"
+
+
+# Eviction --------------------------------------------------------------------------------------------------
+
+
+async def test_an_evicted_worker_says_nothing_more_and_comes_back_under_a_new_name(harness: Harness) -> None:
+    await harness.start()
+    old = harness.worker
+    request_id = await harness.send(max_tokens=5000)
+    await harness.tokens(request_id, 2)
+    assert (await harness.order(old, Evict(epoch=Epoch(1, 2)))).status == "ok"
+    said = len(harness.frames(request_id))
+    new = await harness.ready(old)
+    assert harness.beats[-1].held == [] and harness.beats[-1].epoch == Epoch(1, 2)
+    harness.epoch = Epoch(1, 2)
+    other = await harness.send(worker=new, max_tokens=3)
+    await harness.closed(other)
+    assert len(harness.frames(request_id)) - said <= 1, "at most what was on its way"
+    assert await harness.no_event(request_id)
+    assert await harness.work_left() == 1, "the scheduler's to take back"
+
+
+# Repair ----------------------------------------------------------------------------------------------------
+
+
+async def test_frames_can_be_asked_for_by_their_tenant_only(harness: Harness) -> None:
+    await harness.start()
+    request_id = await harness.send(max_tokens=20)
+    frames = await harness.closed(request_id)
+    assert await harness.repaired(harness.worker, request_id) == frames
+    assert await harness.repaired(harness.worker, request_id, tenant="other") is None
+    assert await harness.repaired(harness.worker, ids.request_id()) is None
+
+
+class Cut:
+    """A proxy before NATS that can cut its connections and then refuse new ones."""
+
+    def __init__(self, url: str) -> None:
+        self._near_port = free_port()
+        self._far_port = int(url.rsplit(":", 1)[1])
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.url = f"nats://127.0.0.1:{self._near_port}"
+
+    async def mend(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._near_port)
+
+    def cut(self) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._far_port)
+        pair = {writer, far_writer}
+        self._writers |= pair
+        try:
+            await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+        finally:
+            self._writers -= pair
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(65_536):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+async def test_a_cut_in_mid_stream_loses_no_frame_and_no_end(harness: Harness) -> None:
+    cut = Cut(harness.url)
+    await cut.mend()
+    await harness.start(url=cut.url)
+    name = harness.worker
+    long = await harness.send(max_tokens=400)
+    short = await harness.send(max_tokens=30)
+    await harness.tokens(long, 5)
+    cut.cut()
+    await asyncio.sleep(0.5)
+    await cut.mend()
+    assert (await harness.event(long)).outcome == (await harness.event(short)).outcome == "completed"
+    await harness.work_done()
+    for request_id, count in ((long, 400), (short, 30)):
+        frames = await harness.repaired(name, request_id)
+        assert frames is not None
+        assert [frame.seq for frame in frames] == list(range(len(frames)))
+        assert len(texts(frames)) == count and frames[-1].kind == "end"
+    seqs = [frame.seq for frame in harness.frames(long)]
+    assert seqs == sorted(set(seqs)), "in order and once, over the cut"
+    await harness.closed(await harness.send(max_tokens=3))
+    await harness.close()
+    cut.cut()
+
+
+async def test_a_restart_of_the_server_loses_no_end(harness: Harness, nats: NatsServer) -> None:
+    await harness.start()
+    request_id = await harness.send(max_tokens=200)
+    await harness.tokens(request_id, 5)
+    nats.restart()
+    assert (await harness.event(request_id)).outcome == "completed"
+    await harness.work_done()
+    again = await harness.send(max_tokens=3)
+    assert (await harness.closed(again))[-1].kind == "end"
+
+
+# Shutdown --------------------------------------------------------------------------------------------------
+
+
+async def test_a_drain_lets_running_attempts_end_and_returns_what_waits(harness: Harness) -> None:
+    worker = await harness.start(sim_kv_tokens=250)
+    running = await harness.send(max_tokens=200)
+    await harness.tokens(running, 1)
+    waiting = await harness.send(max_tokens=200)
+    await until(lambda: len(harness.beats[-1].held) == 2)
+    worker.stop()
+    event = await harness.event(waiting)
+    assert (event.error_code, event.retryable) == ("shutting_down", True)
+    await until(lambda: harness.beats[-1].state == "draining")
+    assert worker.not_ready() == "draining"
+    assert len(texts(await harness.closed(running))) == 200
+    await asyncio.wait_for(harness.workers[0][1], WAIT_S)
+    await harness.work_done()
+
+
+async def test_after_the_grace_time_streams_end_with_an_error_and_the_rest_is_returned(harness: Harness) -> None:
+    worker = await harness.start(grace_s=0.1)
+    stream = await harness.send(max_tokens=5000)
+    gathered = await harness.send(max_tokens=5000, stream=False)
+    await harness.tokens(stream, 1)
+    await until(lambda: harness.frames(gathered))
+    worker.stop()
+    await asyncio.wait_for(harness.workers[0][1], WAIT_S)
+    frames = await harness.closed(stream)
+    assert msgspec.json.decode(frames[-1].data, type=ErrorData).code == "shutting_down"
+    final, returned = await harness.event(stream), await harness.event(gathered)
+    assert (final.outcome, final.retryable, final.billable) == ("failed", False, False)
+    assert (returned.outcome, returned.retryable) == ("failed", True)
+    await harness.work_done()
+
+
+async def test_a_worker_that_the_bus_refuses_can_still_be_stopped(harness: Harness) -> None:
+    await harness.bus.api(f"STREAM.DELETE.{topology.WORK}")
+    worker = Worker(harness.bus, WorkerConfig(model=MODEL), MANIFEST, lambda: SimulatedEngine(SimConfig()))
+    task = asyncio.create_task(worker.run())
+    await until(lambda: worker.not_ready() == "joining")
+    worker.stop()
+    await asyncio.wait_for(task, WAIT_S)
+    assert harness.beats == [], "not a word before it can get orders"
+
+
+async def worker_process(url: str, directory: Path, **settings: str) -> asyncio.subprocess.Process:
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")},
+        "HEADRACE_NATS_URL": url,
+        **settings,
+    }
+    with (directory / "worker.log").open("w") as log:
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "worker", env=environment, stderr=log, cwd=Path(__file__).parents[2]
+        )
+
+
+async def test_the_process_serves_and_leaves_with_0_on_sigterm(harness: Harness, tmp_path: Path) -> None:
+    process = await worker_process(harness.url, tmp_path, HEADRACE_MODEL=MODEL, HEADRACE_SIM_ITL_MS="5")
+    name = await harness.ready()
+    request_id = await harness.send(worker=name, max_tokens=100, simulate={"tokens": [*words(99), "secret"]})
+    await harness.tokens(request_id, 1)
+    process.send_signal(signal.SIGTERM)
+    frames = await harness.closed(request_id)
+    assert len(texts(frames)) == 100
+    assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
+    lines = [msgspec.json.decode(line) for line in (tmp_path / "worker.log").read_text().splitlines()]
+    ended = [line for line in lines if line["event"] == "attempt_ended"]
+    assert [line["request_id"] for line in ended] == [request_id]
+    assert "secret" not in str(lines) and "one two" not in str(lines)
+
+
+async def test_the_process_without_a_manifest_waits_and_leaves_when_told(nats_url: str, tmp_path: Path) -> None:
+    process = await worker_process(nats_url, tmp_path, HEADRACE_MODEL="nobody")
+    await until(lambda: "manifest_awaited" in (tmp_path / "worker.log").read_text())
+    process.send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
+
+
+async def test_the_process_names_every_bad_setting(nats_url: str, tmp_path: Path) -> None:
+    process = await worker_process(nats_url, tmp_path, HEADRACE_GRACE_S="soon", HEADRACE_SIM_SLOTS="many")
+    assert await asyncio.wait_for(process.wait(), WAIT_S) == 2
+    said = (tmp_path / "worker.log").read_text()
+    assert all(name in said for name in ("HEADRACE_MODEL", "HEADRACE_GRACE_S", "HEADRACE_SIM_SLOTS"))

@@ -1,0 +1,168 @@
+"""The chat template as vLLM would render it: compared with transformers and vLLM where they are installed."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from contracts.errors import HeadraceError
+from contracts.messages import Manifest
+from gateway.rendering import ChatTemplate
+from gateway.tokens import TokenCounter
+
+CHATML = """{%- if tools %}{{ '<tools>' + (tools | tojson) + '</tools>\n' }}{% endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\n' + message['content'] }}
+{%- if message.tool_calls %}{% for call in message.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}
+{%- endif %}{{ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+PARTS = """{{ bos_token }}{% set history = messages[1:] %}{% for message in history %}{{ message.role }}:
+{%- if message.content is string %}{{ message.content }}{% else %}
+{%- for part in message['content'] %}[{{ part.text }}]{% endfor %}{% endif %};{% endfor %}
+{%- if enable_thinking is defined %}<{{ enable_thinking }}>{% endif %}"""
+
+MACRO = """{% macro show(value) %}{% for part in value %}({{ part.text }}){% endfor %}{% endmacro %}
+{%- for message in messages %}{{ show(message.content) }}{% endfor %}"""
+
+STRICT = """{% if messages[0].role != 'user' %}{{ raise_exception('must start with user') }}{% endif %}
+{%- generation %}{{ messages[0].content | tojson(indent=1) }}{% endgeneration %}{{ strftime_now('%Y')[:0] }}"""
+
+ROLES = "{% for message in messages %}{% if message.role == 'developer' %}D{% endif %}{{ message.content }}{% endfor %}"
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "title": "<ü>"}}}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "ü"]}'}}
+HISTORY: list[dict[str, Any]] = [
+    {"role": "system", "content": [{"type": "text", "text": "S"}]},
+    {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": ""}]},
+    {"role": "user", "content": [{"type": "text", "text": "two"}, {"type": "text", "text": "three"}], "name": "Ann"},
+    {"role": "assistant", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "r1"}, {"type": "text", "text": "r2"}]},
+    {"role": "assistant", "content": ""},
+    {"role": "user", "content": "v"},
+]
+LATE_SYSTEM: list[dict[str, Any]] = [
+    {"role": "system", "content": "S"},
+    {"role": "developer", "content": "D"},
+    {"role": "user", "content": "u"},
+    {"role": "system", "content": "S2"},
+    {"role": "user", "content": "v"},
+]
+
+
+def render(source: str, messages: list[dict[str, Any]], **fields: Any) -> str:
+    return ChatTemplate(source, {"bos_token": "<s>"}).render({"messages": messages, **fields})
+
+
+def test_c43_parts_become_text_and_nothing_becomes_a_word() -> None:
+    text = render(CHATML, HISTORY)
+    assert "user\none<|im_end|>" in text
+    assert "user\ntwo\nthree<|im_end|>" in text
+    assert "tool\nr1\nr2<|im_end|>" in text
+    assert '{"a": [1, "ü"]}' in text
+    assert text.endswith("<|im_start|>assistant\n")
+    assert "None" not in text
+    assert "'type'" not in text
+
+
+def test_parts_stay_parts_where_the_template_walks_over_them() -> None:
+    assert "user:[one][];user:[two][three];" in render(PARTS, HISTORY)
+    assert "(two)(three)" in render(MACRO, HISTORY[:3])
+
+
+def test_c41_developer_and_late_system_messages_are_all_rendered() -> None:
+    text = render(CHATML, LATE_SYSTEM)
+    assert text.startswith("<|im_start|>system\nS\n\nD\n\nS2<|im_end|>\n<|im_start|>user\nu<|im_end|>")
+    assert render(CHATML, [{"role": "developer", "content": "D1"}]).startswith("<|im_start|>system\nD1<|im_end|>")
+    assert render(ROLES, LATE_SYSTEM) == "SDDuS2v"
+
+
+def test_tools_are_shown_as_vllm_dumps_them() -> None:
+    shown = json.loads(render(CHATML, HISTORY, tools=TOOLS).split("<tools>")[1].split("</tools>")[0])
+    assert list(shown[0]["function"]) == ["name", "description", "parameters"]
+
+
+def test_a_template_may_refuse() -> None:
+    with pytest.raises(HeadraceError, match="must start with user") as caught:
+        render(STRICT, HISTORY)
+    assert caught.value.param == "messages"
+    assert render(STRICT, [{"role": "user", "content": "ü"}]) == '"ü"'
+
+
+def test_only_variables_that_the_template_reads_are_given() -> None:
+    assert render(PARTS, HISTORY, reasoning_effort="none").endswith("<False>")
+    kwargs = {"enable_thinking": True, "messages": [], "unknown": 1}
+    assert render(PARTS, HISTORY, chat_template_kwargs=kwargs).endswith("<True>")
+
+
+def test_a_template_cannot_reach_out() -> None:
+    with pytest.raises(HeadraceError):
+        render("{{ messages.__class__.__mro__[1].__subclasses__() }}", HISTORY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", [CHATML, PARTS, MACRO, ROLES])
+@pytest.mark.parametrize("messages", [HISTORY, HISTORY[:3], LATE_SYSTEM, LATE_SYSTEM[1:3]])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_rendering_agrees_with_vllm(source: str, messages: list[dict[str, Any]], tools: Any) -> None:
+    chat_utils = pytest.importorskip("vllm.renderers.chat_utils", reason="vLLM is not installed")
+    from transformers.utils.chat_template_utils import render_jinja_template
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+    from vllm.renderers import hf
+
+    form = hf._detect_content_format(source, default="string")
+    config = SimpleNamespace(enable_prompt_embeds=False, multimodal_config=None)
+    copies = json.loads(json.dumps(messages))
+    conversation, _, _ = chat_utils.parse_chat_messages(copies, config, form)
+    if any(m["role"] == "developer" for m in conversation) and not hf._detect_developer_role_support(source):
+        conversation = hf._consolidate_system_messages(hf._convert_developer_to_system(conversation))
+    dumped = [ChatCompletionToolsParam(**tool).model_dump() for tool in tools] if tools else None
+    [expected], _ = render_jinja_template(
+        [conversation], tools=dumped, chat_template=source, add_generation_prompt=True, bos_token="<s>"
+    )
+    fields = {"tools": tools} if tools else {}
+    assert render(source, messages, **fields) == expected
+
+
+# Counting --------------------------------------------------------------------------------------------------
+
+
+def make_model(directory: Path) -> Manifest:
+    """A word-level tokenizer that adds <s> to plain prompts."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = ["<s>", "<u>", *["system", "user", "assistant", "one", "two", "three", "hi"]]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<u>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.enable_truncation(2)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}assistant"
+    (directory / "chat_template.jinja").write_text(template)
+    return Manifest(name="m", version="1", engine="vllm", context=100, default_output_tokens=16, path=str(directory))
+
+
+async def test_prompt_tokens_of_a_real_tokenizer(tmp_path: Path) -> None:
+    counter = TokenCounter(make_model(tmp_path))
+    await counter.ready()
+    assert counter.vocabulary == 9
+    chat = {"messages": [{"role": "user", "content": "one two three"}]}
+    for size in (10, 10_000):  # On the spot, and on a thread.
+        assert await counter.count("chat/completions", chat, size) == [5]
+        assert await counter.count("completions", {"prompt": "one two"}, size) == [3]
+        assert await counter.count("completions", {"prompt": ["one", "one two"]}, size) == [2, 3]
+        assert await counter.count("completions", {"prompt": [1, 2, 3]}, size) == [3]
+        assert await counter.count("completions", {"prompt": [[1], [2, 3]]}, size) == [1, 2]
+
+
+async def test_a_tokenizer_that_cannot_be_read_is_tried_again(tmp_path: Path) -> None:
+    manifest = Manifest(name="m", version="1", engine="vllm", context=100, default_output_tokens=16, path=str(tmp_path))
+    counter = TokenCounter(manifest)
+    with pytest.raises(HeadraceError) as caught:
+        await counter.ready()
+    assert caught.value.code == "unavailable"
+    make_model(tmp_path)
+    await counter.ready()
+    assert await counter.count("completions", {"prompt": "one"}, 10) == [2]

@@ -1,0 +1,209 @@
+"""What stands between vLLM and the worker and needs no vLLM: command line, bodies, failures, ASGI exchanges."""
+
+import asyncio
+import contextvars
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+
+from worker.asgi import Application, Exchange
+from worker.engine import Counts, EngineFailure, Job
+from worker.vllm_engine import VllmConfig, VllmEngine, engine_arguments, failure_of, request_body
+
+CPU = VllmConfig(model_path="/models/small", public_name="small", slots=8)
+
+
+def test_importing_the_engine_does_not_import_vllm() -> None:
+    code = "import sys, worker.vllm_engine; sys.exit('vllm' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_cpu_gets_the_measured_defaults() -> None:
+    line = engine_arguments(CPU)
+    assert {"--model=/models/small", "--served-model-name=small", "--max-num-seqs=8"} <= set(line)
+    assert {"--enforce-eager", "--block-size=32", "--max-num-batched-tokens=512"} <= set(line)
+    assert f"--kv-cache-memory-bytes={256 * 2**20}" in line
+    assert {"--tool-strict-level=parameter", "--tool-call-parser=hermes"} <= set(line)
+    assert not any("max-model-len" in argument for argument in line)
+
+
+def test_a_gpu_is_a_matter_of_configuration() -> None:
+    config = msgspec.structs.replace(
+        CPU, gpu_memory_utilization=0.9, context=32768, extra_engine_args={"tensor_parallel_size": 2}
+    )
+    line = engine_arguments(config)
+    assert {"--gpu-memory-utilization=0.9", "--max-model-len=32768", "--tensor-parallel-size=2"} <= set(line)
+    assert not any(it.startswith(("--enforce-eager", "--block-size", "--kv-cache")) for it in line)
+
+
+def test_extra_arguments_win_and_null_takes_one_out() -> None:
+    extra = {"enforce_eager": False, "block_size": None, "hf_overrides": {"a": [1]}}
+    line = engine_arguments(msgspec.structs.replace(CPU, extra_engine_args=extra))
+    assert {"--no-enforce-eager", '--hf-overrides={"a":[1]}'} <= set(line)
+    assert not any("block-size" in argument for argument in line)
+
+
+def job(body: bytes, *, stream: bool = True, salt: str = "s") -> Job:
+    return Job(request_id="r", attempt=1, endpoint="chat/completions", body=body, stream=stream, cache_salt=salt)
+
+
+def test_the_body_gets_our_fields_and_keeps_the_callers_text() -> None:
+    body = request_body(
+        job(b'{"model": "x", "stream": true, "temperature": 1.50, "foo": {"a": [1e2]}}', stream=False), "small"
+    )
+    assert msgspec.json.decode(body) == {
+        "model": "small",
+        "stream": False,
+        "cache_salt": "s",
+        "temperature": 1.5,
+        "foo": {"a": [100]},
+    }
+    assert b'"temperature":1.50' in body
+    assert b"1e2" in body
+
+
+def test_no_salt_and_a_null_simulate_are_no_fields() -> None:
+    body = request_body(job(b'{"simulate": null}', salt=""), "small")
+    assert msgspec.json.decode(body) == {"model": "small", "stream": True}
+
+
+@pytest.mark.parametrize(("body", "param"), [(b'{"simulate": {}}', "simulate"), (b"[]", None), (b"{", None)])
+def test_a_body_that_vllm_must_not_see_is_refused(body: bytes, param: str | None) -> None:
+    with pytest.raises(EngineFailure) as refusal:
+        request_body(job(body), "small")
+    assert (refusal.value.code, refusal.value.status, refusal.value.param) == ("invalid_request", 400, param)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "retryable"),
+    [
+        ({"message": "bad", "code": 400, "param": "n"}, 400, "invalid_request", False),
+        ({"message": "bad", "code": 422}, 0, "invalid_request", False),
+        ({"message": "This model's maximum context length is 9 tokens."}, 400, "context_length_exceeded", False),
+        ({"message": "max_tokens=9 cannot be greater than max_model_len=8"}, 400, "context_length_exceeded", False),
+        ({"message": "queue is full", "code": 503}, 503, "engine_error", True),
+        ({"message": "Internal server error", "code": 500}, 0, "engine_error", True),
+        ({"message": "no such thing", "code": 501}, 501, "engine_error", False),
+        ({"message": "odd", "code": "odd"}, 0, "engine_error", True),
+    ],
+)
+def test_vllms_errors_become_failures(error: dict[str, Any], status: int, code: str, retryable: bool) -> None:
+    failure = failure_of(msgspec.json.encode({"error": error}), status)
+    assert (failure.code, failure.retryable, failure.engine_death) == (code, retryable, False)
+    assert failure.message == error["message"]
+    assert failure.param == error.get("param")
+
+
+def test_a_failure_does_not_repeat_what_the_caller_sent() -> None:
+    message = (
+        "1 validation error:\n  {'type': 'list_type', 'loc': 'body.messages', 'msg': 'no list', 'input': 'a secret'}"
+    )
+    failure = failure_of(msgspec.json.encode({"error": {"message": message, "param": "body.messages"}}), 400)
+    assert "secret" not in failure.message
+    assert "no list" in failure.message
+    assert failure.param == "messages"
+
+
+async def test_an_engine_that_was_not_started_fails() -> None:
+    engine = VllmEngine(CPU)
+    with pytest.raises(EngineFailure):
+        await anext(engine.generate(job(b"{}"), Counts()))
+    with pytest.raises(EngineFailure) as verdict:
+        await engine.check()
+    assert verdict.value.engine_death
+    assert engine.stats().running == 0
+    await engine.close()
+
+
+def exchange(application: Application) -> Exchange:
+    return Exchange(
+        application, "/v1/x", b'{"a": 1}', headers={"x-request-id": "r"}, context=contextvars.copy_context()
+    )
+
+
+async def _start(send: Any, status: int = 200) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": []})
+
+
+async def test_events_are_cut_at_blank_lines_wherever_pieces_end() -> None:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        assert (scope["path"], scope["method"]) == ("/v1/x", "POST")
+        assert (b"x-request-id", b"r") in scope["headers"]
+        assert (await receive())["body"] == b'{"a": 1}'
+        await _start(send)
+        for piece in (b"data: on", b"e\n\ndata: two\n\n: comment\n\nda", b"ta: [DONE]\n\n"):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    one = exchange(application)
+    assert await one.status() == 200
+    assert [event async for event in one.events()] == [b"one", b"two", b"[DONE]"]
+    await one.close()
+
+
+async def test_closing_tells_the_application_that_its_caller_is_gone() -> None:
+    ended = asyncio.Event()
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await _start(send)
+        assert (await receive())["type"] == "http.disconnect"
+        ended.set()
+
+    one = exchange(application)
+    await one.status()
+    await one.close()
+    assert ended.is_set()
+
+
+async def test_an_application_that_does_not_heed_its_caller_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.asgi.CLOSE_TIMEOUT_S", 0.01)
+    cancelled = asyncio.Event()
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    one = exchange(application)
+    await asyncio.sleep(0)
+    await one.close()
+    assert cancelled.is_set()
+
+
+async def test_a_response_that_breaks_off_raises() -> None:
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        await _start(send)
+        raise KeyError("x")
+
+    async def short(scope: Any, receive: Any, send: Any) -> None:
+        await _start(send)
+
+    for application, kind in ((broken, KeyError), (short, EOFError)):
+        one = exchange(application)
+        await one.status()
+        with pytest.raises(kind):
+            await one.body()
+        await one.close()
+
+
+async def test_a_failed_exchange_raises_after_what_was_sent() -> None:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await _start(send, 206)
+        await asyncio.Event().wait()
+
+    one = exchange(application)
+    await asyncio.sleep(0)
+    one.fail(EngineFailure("engine_error", "gone"))
+    assert await one.status() == 206
+    with pytest.raises(EngineFailure):
+        await one.body()
+    closing = asyncio.create_task(one.close())
+    await asyncio.sleep(0)
+    one._task.cancel()
+    await closing

@@ -1,0 +1,103 @@
+"""What a worker asks of an engine. Two engines obey it, vLLM and the simulated one, and one conformance suite.
+
+An engine answers OpenAI request bodies with OpenAI chunks. Counts never come from parsing chunks: the engine
+writes them into ``Counts`` as tokens are generated.
+"""
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+import msgspec
+
+from contracts.messages import Endpoint
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt. ``body`` is the caller's OpenAI body (JSON object), already stripped of privileged fields."""
+
+    request_id: str
+    attempt: int
+    endpoint: Endpoint
+    body: bytes
+    stream: bool
+    cache_salt: str
+    """Prompts share prefix-cache blocks only under the same salt."""
+
+
+class Counts(msgspec.Struct, kw_only=True):
+    """What one attempt has used so far; the engine writes, the worker reads. Tokens are over all choices."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    first_token_at_ms: int = 0
+    """Unix ms when the engine gave the first token; 0 before."""
+    finish_reason: str = ""
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of the engine's own figures."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_tokens_used: int = 0
+    prefill_tokens_total: int = 0
+    decode_tokens_total: int = 0
+    preemptions_total: int = 0
+
+
+class EngineFailure(Exception):
+    """An attempt failed. ``code`` is a code of contracts.errors.TABLE; ``retryable``: another worker may succeed.
+
+    ``engine_death``: the engine itself died or hangs, everything that it ran is lost.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int = 0,
+        retryable: bool = False,
+        engine_death: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+        self.status = status
+        self.retryable = retryable
+        self.engine_death = engine_death
+
+
+class Engine(Protocol):
+    """Lifecycle: ``start`` (loads, warms up), any number of ``generate``, ``close``. One event loop."""
+
+    slots: int
+    """Sequences that run at once."""
+    kv_tokens: int
+    """KV-cache capacity in tokens; known after ``start``."""
+    context: int
+    """Longest sequence in tokens; known after ``start``."""
+
+    async def start(self) -> None:
+        """Load and warm up; returns when the first request would be served. Raises EngineFailure."""
+
+    async def close(self) -> None:
+        """Stop everything that the engine started; generators still open raise EngineFailure."""
+
+    def stats(self) -> EngineStats: ...
+
+    def generate(self, job: Job, counts: Counts) -> AsyncGenerator[bytes, None]:
+        """Chunks of the answer, each one JSON object: OpenAI chunks, or one whole response without ``stream``.
+
+        Ends normally after the last chunk. ``aclose`` or cancellation of the task that iterates aborts the
+        generation within one engine step and frees its slot and KV. Raises EngineFailure, also for an error that
+        the engine puts inside a stream.
+        """
+        ...
+
+    async def check(self) -> None:
+        """Round trip through the engine's loop; raises EngineFailure when the engine is dead."""

@@ -1,0 +1,76 @@
+"""The end of an attempt is decided once: the first terminal event stored on its subject wins."""
+
+import asyncio
+
+import msgspec
+import structlog
+
+from contracts import subjects, topology
+from contracts.bus import Bus, BusError, Unconfirmed, WrongSequence
+from contracts.messages import AttemptEvent, Codec
+
+RETRY_S, RETRY_S_MAX = 0.1, 2.0
+
+_log = structlog.get_logger()
+_event: Codec[AttemptEvent] = Codec(AttemptEvent)
+
+
+async def decide(bus: Bus, event: AttemptEvent) -> bool:
+    """Store ``event`` unless another one is; whether it is the stored one. Tries until that is known."""
+    data, pause = _event.encode(event), RETRY_S
+    while (won := await _try_once(bus, event, data)) is None:
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, RETRY_S_MAX)
+    return won
+
+
+async def _try_once(bus: Bus, event: AttemptEvent, data: bytes) -> bool | None:
+    subject = subjects.attempt(event.model, event.request_id, event.attempt)
+    # The writer's name is part of the id: two writers of one attempt must not pass for one.
+    message_id = f"{event.request_id}.{event.attempt}.{event.worker}"
+    try:
+        try:
+            await bus.store(subject, data, msg_id=message_id, expect_last=0)
+            return True
+        except (WrongSequence, Unconfirmed):
+            last = await bus.last(topology.ATTEMPTS, subject)
+    except BusError as error:
+        _log.warning("event_not_stored", request_id=event.request_id, attempt=event.attempt, error=repr(error))
+        return None
+    if last is None:
+        return None
+    try:
+        stored = _event.decode(last.data)
+    except msgspec.MsgspecError:
+        return False
+    return (stored.reporter, stored.worker, stored.outcome) == (event.reporter, event.worker, event.outcome)
+
+
+def log(event: AttemptEvent, *, won: bool) -> None:
+    _log.info(
+        "attempt_ended",
+        request_id=event.request_id,
+        attempt=event.attempt,
+        tenant=event.tenant,
+        model=event.model,
+        version=event.version,
+        worker=event.worker,
+        endpoint=event.endpoint,
+        priority=event.priority,
+        stream=event.stream,
+        outcome=event.outcome,
+        won=won,
+        finish_reason=event.finish_reason,
+        error_code=event.error_code,
+        retryable=event.retryable,
+        engine_death=event.engine_death,
+        billable=event.billable,
+        prompt_tokens=event.prompt_tokens,
+        cached_tokens=event.cached_tokens,
+        completion_tokens=event.completion_tokens,
+        reasoning_tokens=event.reasoning_tokens,
+        last_seq=event.last_seq,
+        dispatched_after_ms=event.dispatched_at_ms - event.admitted_at_ms,
+        first_token_after_ms=event.first_token_at_ms and event.first_token_at_ms - event.dispatched_at_ms,
+        ended_after_ms=event.ended_at_ms - event.dispatched_at_ms,
+    )
