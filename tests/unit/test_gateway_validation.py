@@ -94,6 +94,25 @@ def test_c13_nesting_is_bounded_and_brackets_in_text_do_not_count(data: bytes, d
         assert validation.decode(data)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"x":[' + b"[]," * 300_000 + b"1]}",
+        b'{"x":[' + b'"[",[],' * 300_000 + b"1]}",
+        b'{"x":' + b'{"a":1},' * 300_000,
+    ],
+)
+def test_the_number_of_values_is_bounded(data: bytes) -> None:
+    with pytest.raises(HeadraceError, match="The body holds"):
+        validation.decode(data)
+
+
+def test_many_plain_texts_and_numbers_are_fine() -> None:
+    assert validation.decode(b'{"x":[' + b'"a","",1,' * 100_000 + b"1]}")
+    assert validation.decode(b'{"x":["' + b"[{" * 300_000 + b'"]}')
+    assert validation.decode(b'{"x":[' + b'"[",' * 300_000 + b"1]}")
+
+
 @pytest.mark.parametrize("depth", [1000, 2000])
 @pytest.mark.parametrize("place", ["x", "metadata", "tools", "response_format"])
 def test_c13_nesting_is_refused_wherever_it_stands(depth: int, place: str) -> None:

@@ -1,0 +1,122 @@
+"""Who calls: API keys and tenants, kept in memory by watching their buckets.
+
+A revocation or a disabled tenant holds as soon as the watch delivers it (milliseconds); nothing is cached beyond
+the watched state, so a new key works as soon, too. While the bus is away the last known state stays, and no
+request can be admitted anyway.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import structlog
+
+from contracts import subjects, topology
+from contracts.bus import Bus, KvEntry, Watch
+from contracts.errors import HeadraceError
+from contracts.messages import Codec, KeyRecord, TenantRecord
+
+_log = structlog.get_logger()
+
+M = TypeVar("M")
+
+SECRET_BYTES_MAX = 512
+"""Longer credentials are not looked at; ours have 46 bytes."""
+
+_keys = Codec[KeyRecord](KeyRecord)
+_tenants = Codec[TenantRecord](TenantRecord)
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """Whom a request is charged to."""
+
+    tenant: TenantRecord
+    key_id: str
+    admin: bool = False
+
+
+class Directory:
+    """Keys and tenants as the buckets hold them now."""
+
+    def __init__(self, pepper: bytes) -> None:
+        self._pepper = pepper
+        self._keys: dict[str, KeyRecord] = {}
+        self._tenants: dict[str, TenantRecord] = {}
+        self._watches: list[Watch] = []
+
+    @classmethod
+    def from_file(cls, pepper_file: str) -> "Directory":
+        return cls(Path(pepper_file).read_bytes().strip())
+
+    async def start(self, bus: Bus) -> None:
+        """Returns when the present state is known."""
+        self._watches.append(await bus.kv_watch(topology.TENANTS, self._on_tenant))
+        self._watches.append(await bus.kv_watch(topology.KEYS, self._on_key))
+
+    async def close(self) -> None:
+        for watch in self._watches:
+            await watch.close()
+
+    def tenant(self, name: str) -> TenantRecord | None:
+        """The tenant, unless it does not exist or is disabled."""
+        try:
+            record = self._tenants.get(subjects.encode(name))
+        except subjects.InvalidName:
+            return None
+        return None if record is None or record.disabled else record
+
+    def authenticate(self, headers: Iterable[tuple[bytes, bytes]]) -> Identity:
+        """The caller of a request with these raw headers; raises HeadraceError (invalid_api_key).
+
+        The work is the same for every credential, and what is compared is an HMAC that the caller cannot choose.
+        """
+        secret = _bearer(headers)
+        digest = hmac.digest(self._pepper, secret, hashlib.sha256).hex()
+        key = self._keys.get(digest)
+        tenant = None if key is None or key.revoked_at_ms else self.tenant(key.tenant)
+        if key is None or tenant is None or not secret:
+            raise HeadraceError(
+                "invalid_api_key",
+                "No valid API key was given. Send it as 'Authorization: Bearer hr_...'.",
+            )
+        return Identity(tenant, key.id, key.admin)
+
+    def _on_key(self, name: str, entry: KvEntry | None) -> None:
+        record = _decoded(_keys, name, entry)
+        if record is None:
+            self._keys.pop(name, None)
+        else:
+            self._keys[name] = record
+
+    def _on_tenant(self, name: str, entry: KvEntry | None) -> None:
+        record = _decoded(_tenants, name, entry)
+        if record is None:
+            self._tenants.pop(name, None)
+        else:
+            self._tenants[name] = record
+
+
+def _bearer(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The one bearer credential; empty when there is none, or more than one."""
+    given = [value for name, value in headers if name == b"authorization"]
+    if len(given) != 1:
+        return b""
+    scheme, _, secret = given[0].strip().partition(b" ")
+    secret = secret.strip()
+    if scheme.lower() != b"bearer" or len(secret) > SECRET_BYTES_MAX:
+        return b""
+    return secret
+
+
+def _decoded(codec: Codec[M], name: str, entry: KvEntry | None) -> M | None:
+    """The record; None when it is gone or cannot be read (then nobody gets in by it)."""
+    if entry is None:
+        return None
+    try:
+        return codec.decode(entry.value)
+    except msgspec.MsgspecError as error:
+        _log.error("record_unreadable", key=name[:8], reason=str(error))
+        return None

@@ -1,0 +1,95 @@
+"""Reading a request's body under bounds on size, time and inflation, before anything of it is parsed."""
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+from contracts.errors import HeadraceError
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+_INFLATE_STEP = 256 << 10
+"""Inflated bytes between two turns of the event loop: about a millisecond."""
+
+
+class CallerLeft(Exception):
+    """The caller hung up; nobody is there to be answered."""
+
+
+async def read(headers: Iterable[tuple[bytes, bytes]], receive: Receive, *, bytes_max: int, s_max: float) -> bytes:
+    """The whole body, inflated when it came as gzip.
+
+    Raises HeadraceError: unsupported_media_type, request_too_large (as soon as it is known), request_timeout;
+    and CallerLeft.
+    """
+    given = dict(headers)
+    _check_type(given.get(b"content-type", b""))
+    gzipped = _is_gzip(given.get(b"content-encoding", b""))
+    length = given.get(b"content-length", b"")
+    if length.isdigit() and int(length) > bytes_max:
+        raise _too_large(bytes_max)
+    try:
+        async with asyncio.timeout(s_max):
+            data = await _gather(receive, bytes_max)
+    except TimeoutError:
+        raise HeadraceError("request_timeout", f"The request body did not arrive within {s_max:g} seconds.") from None
+    return await _inflate(data, bytes_max) if gzipped else data
+
+
+async def _gather(receive: Receive, bytes_max: int) -> bytes:
+    pieces: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise CallerLeft
+        piece = message.get("body", b"")
+        size += len(piece)
+        if size > bytes_max:
+            raise _too_large(bytes_max)
+        pieces.append(piece)
+        if not message.get("more_body", False):
+            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _check_type(value: bytes) -> None:
+    """JSON by name, or no name: a body without a Content-Type is taken as JSON."""
+    kind = value.partition(b";")[0].strip().lower()
+    if kind and kind != b"application/json" and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
+        raise HeadraceError("unsupported_media_type", "Send the body as 'Content-Type: application/json'.")
+
+
+def _is_gzip(value: bytes) -> bool:
+    coding = value.strip().lower()
+    if coding in (b"", b"identity"):
+        return False
+    if coding in (b"gzip", b"x-gzip"):
+        return True
+    raise HeadraceError("unsupported_media_type", "The only Content-Encoding that is understood is gzip.")
+
+
+async def _inflate(data: bytes, bytes_max: int) -> bytes:
+    inflater = zlib.decompressobj(wbits=31)
+    pieces: list[bytes] = []
+    size = 0
+    while not inflater.eof:
+        try:
+            piece = inflater.decompress(data, _INFLATE_STEP)
+        except zlib.error as error:
+            raise HeadraceError("invalid_request", "The body is not valid gzip.") from error
+        data = inflater.unconsumed_tail
+        if not piece and not data:
+            break
+        size += len(piece)
+        if size > bytes_max:
+            raise _too_large(bytes_max)
+        pieces.append(piece)
+        await asyncio.sleep(0)
+    if not inflater.eof or inflater.unused_data:
+        raise HeadraceError("invalid_request", "The body is not one whole gzip member.")
+    return b"".join(pieces)
+
+
+def _too_large(bytes_max: int) -> HeadraceError:
+    return HeadraceError("request_too_large", f"The request body is larger than {bytes_max} bytes.")

@@ -1,0 +1,114 @@
+"""uvicorn as we run it: our sockets, our signals, and a bound on what comes before a request's body."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from contracts import errors
+from gateway.config import GatewayConfig
+from gateway.edge import App
+
+KEEP_ALIVE_S = 90
+"""Longer than proxies and client pools keep an idle connection (60 to 75 s), so that they close it, not we."""
+HEAD_BYTES_MAX = 64 << 10
+BACKLOG = 4096
+UNACKED_MS_MAX = 60_000
+"""A peer that takes no byte for so long is gone (TCP_USER_TIMEOUT; counts a closed window, too)."""
+
+
+class Protocol(HttpToolsProtocol):
+    """HTTP/1.1 with a bound on the head of a request, and errors in OpenAI's shape."""
+
+    _head_bytes = 0
+    _in_head = True
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
+            self._refuse(431, "The request's headers are too large.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head_bytes = 0
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
+
+    def _refuse(self, status: int, message: str) -> None:
+        body = msgspec.json.encode(errors.body("invalid_request", message))
+        self.transport.write(
+            b"HTTP/1.1 %d \r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+            % (status, len(body), body)
+        )
+        self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """Signals are the service's, not uvicorn's. ``serving`` is set once connections are taken."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.serving = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.serving.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def make(app: App, config: GatewayConfig) -> Server:
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    tls: dict[str, Any] = {}
+    if config.tls_cert_file:
+        tls = {"ssl_certfile": config.tls_cert_file, "ssl_keyfile": config.tls_key_file}
+    return Server(
+        uvicorn.Config(
+            app,
+            loop="none",
+            http=Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=2,
+            backlog=BACKLOG,
+            **tls,
+        )
+    )
+
+
+def listen(addresses: tuple[str, ...]) -> list[socket.socket]:
+    """Bound sockets that other gateways on this host may share; raises OSError."""
+    sockets = []
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]")
+        opened = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKED_MS_MAX)
+        opened.bind((host, int(port)))
+        opened.setblocking(False)
+        sockets.append(opened)
+    return sockets

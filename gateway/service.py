@@ -1,0 +1,112 @@
+"""One gateway process: what starts, in which order, and how it ends."""
+
+import asyncio
+import gc
+
+import structlog
+
+from contracts import ids, topology
+from contracts.bus import Bus
+from contracts.messages import ErrorData
+from gateway import app, server
+from gateway.admission import Admission
+from gateway.auth import Directory
+from gateway.catalog import Catalog
+from gateway.completions import Completions
+from gateway.config import GatewayConfig
+from gateway.readiness import Readiness
+from gateway.streams import Hub
+from gateway.submit import FrontDoor
+
+_log = structlog.get_logger()
+
+ENDINGS_S = 1.0
+"""After the grace time the last error events are written within this."""
+
+
+class Gateway:
+    """``run`` serves until ``stop`` is called or the bus is lost for good."""
+
+    def __init__(self, config: GatewayConfig, bus: Bus) -> None:
+        self._config = config
+        self._bus = bus
+        self._stopping = asyncio.Event()
+        self.addresses: list[str] = []
+        """Where it listens, once it serves."""
+        self._directory = Directory.from_file(config.pepper_file)
+        self._catalog = Catalog()
+        self._hub = Hub(bus, ids.incarnation("gw"))
+        self._admission = Admission(
+            bus,
+            self._catalog,
+            self._hub.cancel,
+            claim_check_bytes=config.claim_check_bytes,
+            ask_s_max=config.admit_s_max,
+        )
+        self._readiness = Readiness(bus, self._catalog)
+        self._front_door = FrontDoor(bus, self._directory, self._admission)
+        self._completions = Completions(
+            directory=self._directory, admission=self._admission, hub=self._hub, config=config
+        )
+
+    @property
+    def not_ready(self) -> str:
+        return self._readiness.not_ready()
+
+    def stop(self) -> None:
+        """Drain and end ``run``; called by a signal."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        sockets = server.listen(self._config.listen)
+        for line in await topology.ensure(self._bus):
+            _log.warning("topology_drift", difference=line)
+        await self._directory.start(self._bus)
+        await self._catalog.start(self._bus)
+        await self._hub.start()
+        await self._front_door.start()
+        self._readiness.start()
+        application = app.build(
+            directory=self._directory,
+            catalog=self._catalog,
+            completions=self._completions,
+            bus=self._bus,
+            not_ready=self._readiness.not_ready,
+            cors_origins=self._config.cors_origins,
+        )
+        http = server.make(application, self._config)
+        gc.freeze()  # What stands so far is never looked at again: a full collection would pause streams for 30 ms.
+        serving = asyncio.create_task(http.serve(sockets))
+        begun = asyncio.create_task(http.serving.wait())
+        ends = [asyncio.create_task(self._stopping.wait()), asyncio.create_task(self._bus.closed.wait())]
+        await asyncio.wait([serving, begun, *ends], return_when=asyncio.FIRST_COMPLETED)
+        self.addresses = [f"{opened.getsockname()[0]}:{opened.getsockname()[1]}" for opened in sockets]
+        _log.info("gateway_started", incarnation=self._hub.incarnation, listen=self.addresses)
+        await asyncio.wait([serving, *ends], return_when=asyncio.FIRST_COMPLETED)
+        await self._drain()
+        http.should_exit = True
+        await serving
+        for waiter in (begun, *ends):
+            waiter.cancel()
+        await self._close()
+
+    async def _drain(self) -> None:
+        """Refuse what is new; give running requests their grace time; end the rest with an error."""
+        self._readiness.draining = True
+        self._completions.draining = True
+        await self._front_door.close()
+        if not self._bus.closed.is_set() and await self._completions.finished(self._config.grace_s):
+            _log.info("gateway_drained")
+            return
+        _log.warning("gateway_drained", cut_off=len(self._hub))
+        self._hub.fail_all(
+            ErrorData(code="shutting_down", message="The server shut down before the answer was complete."),
+            "shutdown",
+        )
+        await self._completions.finished(ENDINGS_S)
+
+    async def _close(self) -> None:
+        await self._readiness.close()
+        await self._hub.close()
+        await self._catalog.close()
+        await self._directory.close()

@@ -1,0 +1,91 @@
+"""The front door on the bus: the same policy as HTTP, and reply subjects of one's own tenant only."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from contracts import subjects
+from contracts.messages import AdmissionAnswer, Reply, SubmitAnswer, SubmitRequest, TenantRecord
+from tests.bus.gateway_world import BASE, World, decode, encode, serve
+
+OWN = Reply(subject="reply.v1.T1.inbox", stream="7")
+
+
+@pytest.fixture
+async def world(nats_url: str, tmp_path: Path) -> AsyncIterator[World]:
+    async with serve(nats_url, tmp_path) as world:
+        yield world
+
+
+async def submit(
+    world: World, body: object = BASE, *, reply: Reply = OWN, subject: str = "", **fields: Any
+) -> SubmitAnswer:
+    request = SubmitRequest(endpoint="chat/completions", reply=reply, body=msgspec.Raw(encode(body)), **fields)
+    data = await world.bus.request(subject or subjects.submit("T1", "m"), encode(request), timeout_s=10)
+    return decode(data, type=SubmitAnswer)
+
+
+async def test_a_request_is_admitted_and_its_frames_go_to_the_sender(world: World) -> None:
+    got: list[bytes] = []
+    await world.bus.subscribe(OWN.subject, lambda message: got.append(message.data))
+    answer = await submit(world, BASE | {"stream": True}, deadline_ms=500, holder="c-1")
+    assert answer.admitted, answer
+    [envelope] = world.stored
+    assert envelope.request_id == answer.request_id
+    assert (envelope.tenant, envelope.key_id, envelope.holder) == ("T1", "bus", "c-1")
+    assert (envelope.reply, envelope.stream, envelope.prompt_tokens) == (OWN, True, 5)
+    assert world.admissions[0].deadline_ms == 500
+
+
+async def test_the_subjects_model_stands_in_and_must_not_differ(world: World) -> None:
+    body = {name: value for name, value in BASE.items() if name != "model"}
+    assert (await submit(world, body)).admitted
+    answer = await submit(world, BASE | {"model": "other"})
+    assert answer.error is not None
+    assert (answer.status, answer.error.param) == (400, "model")
+
+
+@pytest.mark.parametrize(
+    "subject", ["reply.v1.T2.inbox", "reply.v1.T1", "reply.v1._gw.x", "$JS.API.X", "reply.v1.T1.*", "reply.v1.T1.>", ""]
+)
+async def test_a_reply_subject_must_be_the_tenants_own(world: World, subject: str) -> None:
+    answer = await submit(world, reply=Reply(subject=subject, stream="7"))
+    assert answer.error is not None
+    assert (answer.admitted, answer.status, answer.error.code) == (False, 403, "permission_denied")
+    assert world.admissions == []
+
+
+async def test_refusals_are_those_of_http(world: World) -> None:
+    async def code(body: object, **options: Any) -> tuple[int, str]:
+        answer = await submit(world, body, **options)
+        assert answer.error is not None
+        return answer.status, answer.error.code
+
+    assert await code(BASE | {"messages": []}) == (400, "invalid_request")
+    assert await code([]) == (400, "invalid_request")
+    assert await code(BASE | {"model": "no"}, subject=subjects.submit("T1", "no")) == (404, "model_not_found")
+    assert await code(BASE | {"max_tokens": 5000}) == (400, "context_length_exceeded")
+    assert await code(BASE, deadline_ms=0) == (400, "invalid_request")
+    assert await code(BASE, subject=subjects.submit("nobody", "m")) == (403, "permission_denied")
+    world.decide = lambda request: AdmissionAnswer(
+        admitted=False, code="rate_limit_exceeded", message="Too many.", retry_after_s=3
+    )
+    answer = await submit(world)
+    assert answer.error is not None
+    assert (answer.status, answer.error.code, answer.error.retry_after_s) == (429, "rate_limit_exceeded", 3)
+    assert world.stored == []
+
+
+async def test_garbage_and_disabled_tenants_are_answered(world: World) -> None:
+    data = await world.bus.request(subjects.submit("T1", "m"), b"{", timeout_s=10)
+    answer = decode(data, type=SubmitAnswer)
+    assert answer.error is not None
+    assert answer.status == 400
+    await world.put_tenant(TenantRecord(name="T1", disabled=True))
+    for _ in range(200):
+        if not (answer := await submit(world)).admitted:
+            break
+    assert answer.status == 403
