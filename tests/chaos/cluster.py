@@ -1,0 +1,534 @@
+"""A whole system of real processes that a test may kill, freeze, cut off and start again, one by one.
+
+Unlike ``headrace up`` nothing is restarted by itself, and each service reaches NATS over a link of its own.
+``quiet`` is the invariant of every test: once all requests have ended, nothing is left of them anywhere.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from compose import admin
+from compose.config import DataDir, Secrets, new_key
+from compose.processes import die_with
+from compose.up import make_manifest, write_nats_configuration
+from contracts import subjects, topology
+from contracts.bus import Bus, BusError
+from contracts.messages import AttemptEvent, Codec, QueueAnswer, RequestEnvelope, TenantLimits
+from tests.chaos.proxy import Link, Links
+from tests.conftest import NatsServer, free_port
+
+ROOT = Path(__file__).parents[2]
+MODEL = "simulated"
+TENANT = "demo"
+START_S = 30.0
+
+_attempt = Codec[AttemptEvent](AttemptEvent)
+
+
+async def until(condition: Callable[[], Any], what: str, limit_s: float = 20.0) -> Any:
+    """The first true value of ``condition``, which may be async; fails the test when there is none in time."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        value = condition()
+        if isinstance(value, Awaitable):
+            value = await value
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {limit_s:g} s: {what}")
+        await asyncio.sleep(0.02)
+
+
+class OurNats(NatsServer):
+    """A server with the users and settings of ``headrace up``."""
+
+    def __init__(self, binary: str, directory: Path, secrets: Secrets) -> None:
+        super().__init__(binary, directory)
+        configuration = directory / "nats.conf"
+        write_nats_configuration(configuration, self.url.removeprefix("nats://"), self._store, secrets)
+        self._command = [binary, "-c", str(configuration), "-l", str(self._log)]
+
+
+class Service:
+    """One process. It keeps its ports, its link and its log over restarts."""
+
+    def __init__(self, cluster: "Cluster", role: str, index: int, settings: dict[str, str]) -> None:
+        self.role = role
+        self.name = f"{role}-{index}"
+        self.log = cluster.directory / f"{self.name}.log"
+        self.link: Link = cluster.links.open(cluster.nats.port)
+        self.metrics_port = free_port()
+        self.settings = settings
+        self._cluster = cluster
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """A new life; whether it is ready is ``ready``'s business."""
+        assert not self.alive, f"{self.name} runs already"
+        user = f"{self.role}:{self._cluster.secrets.nats_passwords[self.role]}"
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+        environment |= self.settings | {
+            "PYTHONPATH": str(ROOT),
+            "HEADRACE_NATS_URL": f"nats://{user}@127.0.0.1:{self.link.port}",
+            "HEADRACE_METRICS_PORT": str(self.metrics_port),
+        }
+        parent = os.getpid()
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", self.role],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=lambda: die_with(parent),  # noqa: PLW1509
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll() if self._process is not None else None
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """At once and for good, like a power cut."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def freeze(self) -> None:
+        self.signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.signal(signal.SIGCONT)
+
+    async def exited(self, limit_s: float) -> int:
+        """The exit code, once there is one."""
+        await until(lambda: not self.alive, f"{self.name} ends", limit_s)
+        code = self.exit_code
+        assert code is not None
+        return code
+
+    async def ready(self) -> bool:
+        return (await self.health()) == 200
+
+    async def health(self) -> int:
+        """Status of /health/ready; 0 when nobody answers."""
+        try:
+            answer = await self._cluster.http.get(f"http://127.0.0.1:{self.metrics_port}/health/ready", timeout=1.0)
+        except httpx.HTTPError:
+            return 0
+        return answer.status_code
+
+    async def metric(self, name: str) -> float:
+        """Sum over all labels; 0 when it is not there."""
+        answer = await self._cluster.http.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5.0)
+        lines = [line for line in answer.text.splitlines() if line.split("{")[0].split(" ")[0] == name]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def memory_mib(self) -> float:
+        """Resident memory now."""
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    def says(self, event: str) -> int:
+        """How often the log has the event."""
+        return self.log.read_text(errors="replace").count(f'"{event}"')
+
+
+class Gateway(Service):
+    """A gateway with an HTTP port of its own."""
+
+    def __init__(self, cluster: "Cluster", index: int, settings: dict[str, str]) -> None:
+        self.port = free_port()
+        listen = json.dumps([f"127.0.0.1:{self.port}"])
+        pepper = str(cluster.data.pepper)
+        super().__init__(
+            cluster, "gateway", index, settings | {"HEADRACE_LISTEN": listen, "HEADRACE_PEPPER_FILE": pepper}
+        )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def health(self) -> int:
+        try:
+            return (await self._cluster.http.get(f"{self.url}/health/ready", timeout=1.0)).status_code
+        except httpx.HTTPError:
+            return 0
+
+
+class Cluster:
+    """NATS and services. ``settings``: HEADRACE_ variables of all services, by lower-case name."""
+
+    def __init__(
+        self,
+        directory: Path,
+        nats_binary: str,
+        *,
+        gateways: int = 1,
+        schedulers: int = 1,
+        workers: int = 1,
+        ledger: bool = False,
+        limits: TenantLimits = TenantLimits(),
+        **settings: object,
+    ) -> None:
+        self.directory = directory
+        self.data = DataDir(directory / "data")
+        self.data.prepare()
+        self.key = new_key()
+        self.limits = limits
+        self.secrets: Secrets = self.data.secrets()
+        self.nats = OurNats(nats_binary, directory, self.secrets)
+        self.links = Links()
+        self.http = httpx.AsyncClient(
+            trust_env=False, timeout=120, limits=httpx.Limits(max_connections=None, max_keepalive_connections=100)
+        )
+        shared = {f"HEADRACE_{name.upper()}": str(value) for name, value in settings.items()}
+        self.schedulers = [Service(self, "scheduler", index, shared) for index in range(schedulers)]
+        self.workers = [
+            Service(self, "worker", index, shared | {"HEADRACE_MODEL": MODEL}) for index in range(workers)
+        ]
+        self.gateways = [Gateway(self, index, shared) for index in range(gateways)]
+        url = {"HEADRACE_CLICKHOUSE_URL": f"chdb://{self.data.ledger}"}
+        self.ledgers = [Service(self, "ledger", 0, shared | url)] if ledger else []
+        self.calls: list[Call] = []
+        """Requests that were begun here."""
+
+    @property
+    def services(self) -> list[Service]:
+        return [*self.schedulers, *self.workers, *self.gateways, *self.ledgers]
+
+    async def start(self) -> None:
+        self.nats.start()
+        await self.keep_records()
+        for service in self.services:
+            service.start()
+        await self.all_ready()
+
+    async def all_ready(self, limit_s: float = START_S) -> None:
+        for service in self.services:
+            await until(service.ready, f"{service.name} is ready", limit_s)
+
+    async def mend(self) -> None:
+        """Start what is dead, thaw what is frozen, heal what is cut."""
+        for service in self.services:
+            service.link.heal()
+            if service.alive:
+                service.thaw()
+            else:
+                service.start()
+        await self.all_ready()
+
+    async def close(self) -> None:
+        for service in self.services:
+            service.kill()
+        self.nats.stop()
+        self.links.close()
+        await self.http.aclose()
+
+    async def keep_records(self) -> None:
+        """Streams, the model, the tenant and its key: what an operator restores after the store was lost."""
+        async with self.bus() as bus:
+            await topology.ensure(bus)
+            await admin.put_manifest(bus, make_manifest("simulated", MODEL, 1_048_576))
+            await admin.create_tenant(bus, TENANT, self.limits)
+            await admin.keep_key(bus, admin.read_pepper(self.data.pepper), self.key, TENANT, admin=False)
+
+    # What is on the bus --------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def bus(self) -> AsyncIterator[Bus]:
+        password = self.secrets.nats_passwords["operator"]
+        bus = await Bus.connect(f"nats://operator:{password}@127.0.0.1:{self.nats.port}", name="test")
+        try:
+            yield bus
+        finally:
+            await bus.close()
+
+    async def events(self, request_id: str = "") -> list[AttemptEvent]:
+        """Terminal events of a request, or of all, by attempt."""
+        subject = f"attempt.v1.*.{subjects.encode(request_id) if request_id else '*'}.*"
+        async with self.bus() as bus:
+            found = [_attempt.decode(message.data) async for message in bus.read(topology.ATTEMPTS, subject)]
+        return sorted(found, key=lambda event: (event.request_id, event.attempt))
+
+    async def newest(self) -> int:
+        """Sequence of the newest terminal event; for ``events_since``."""
+        async with self.bus() as bus:
+            return int((await bus.api("STREAM.INFO.ATTEMPTS"))["state"]["last_seq"])
+
+    async def events_since(self, seq: int) -> list[AttemptEvent]:
+        """Terminal events stored after ``seq``, in order."""
+        async with self.bus() as bus:
+            stored = bus.read(topology.ATTEMPTS, "attempt.v1.>", start_seq=seq + 1)
+            return [_attempt.decode(message.data) async for message in stored]
+
+    async def ended(self, request_id: str, count: int = 1, limit_s: float = 20.0) -> list[AttemptEvent]:
+        """The terminal events of a request, once there are ``count``."""
+
+        async def enough() -> list[AttemptEvent]:
+            found = await self.events(request_id)
+            return found if len(found) >= count else []
+
+        events: list[AttemptEvent] = await until(enough, f"{count} ends of {request_id}", limit_s)
+        return events
+
+    async def stored(self, stream: str) -> int:
+        async with self.bus() as bus:
+            return int((await bus.api(f"STREAM.INFO.{stream}"))["state"]["messages"])
+
+    async def queue(self) -> QueueAnswer | None:
+        """The scheduler's own view; None when nobody owns the model."""
+        async with self.bus() as bus:
+            try:
+                return await admin.queue(bus, MODEL)
+            except BusError:
+                return None
+
+    async def running(self) -> tuple[int, int]:
+        """Requests that run and that wait; (-1, -1) without a scheduler."""
+        queue = await self.queue()
+        return (queue.running, queue.waiting) if queue else (-1, -1)
+
+    async def runs(self, running: int, waiting: int, limit_s: float = 20.0) -> None:
+        async def as_said() -> bool:
+            return await self.running() == (running, waiting)
+
+        await until(as_said, f"{running} run and {waiting} wait", limit_s)
+
+    async def quiet(self, limit_s: float = 20.0) -> None:
+        """Wait until nothing is left of any request: reservations, slots, REQUESTS, WORK, engines."""
+
+        async def left() -> list[str]:
+            found = [f"{await self.stored(name)} in {name}" for name in ("REQUESTS", "WORK") if await self.stored(name)]
+            queue = await self.queue()
+            if queue is None:
+                return [*found, "no scheduler"]
+            if queue.running or queue.waiting or queue.reserved_tokens:
+                found.append(f"{queue.running} run, {queue.waiting} wait, {queue.reserved_tokens} tokens reserved")
+            found += [f"{beat.worker} holds {len(beat.held)}" for beat in queue.workers if beat.held or beat.running]
+            return found
+
+        deadline = time.monotonic() + limit_s
+        while what := await left():
+            if time.monotonic() > deadline:
+                pytest.fail(f"not quiet within {limit_s:g} s: {'; '.join(what)}\n{self.logs()}")
+            await asyncio.sleep(0.05)
+
+    async def owner(self) -> Service:
+        """The scheduler that owns the model."""
+
+        async def find() -> Service | None:
+            owners = [scheduler for scheduler in self.schedulers if scheduler.alive and await _owns(scheduler)]
+            return owners[0] if len(owners) == 1 else None
+
+        found: Service = await until(find, "a scheduler owns the model")
+        return found
+
+    async def busy_worker(self) -> Service:
+        """The worker that holds something, by its own gauge."""
+
+        async def find() -> Service | None:
+            for worker in self.workers:
+                if worker.alive and await worker.metric("headrace_worker_attempts_held") > 0:
+                    return worker
+            return None
+
+        found: Service = await until(find, "a worker holds something")
+        return found
+
+    def logs(self, lines: int = 8) -> str:
+        return "\n".join(
+            "\n".join([f"--- {service.name}", *service.log.read_text(errors="replace").splitlines()[-lines:]])
+            for service in self.services
+            if service.log.exists()
+        )
+
+    # Requests ------------------------------------------------------------------------------------------------
+
+    def ask(self, *, gateway: int = 0, stream: bool = True, words: Sequence[str] = ("one",), **body: Any) -> "Call":
+        """Begin a chat; ``body`` is over the defaults."""
+        call = Call(self, self.gateways[gateway], {"messages": chat(words), "stream": stream} | body)
+        self.calls.append(call)
+        return call
+
+    async def serves(self, limit_s: float = 20.0) -> None:
+        """Wait until a request is answered."""
+
+        async def answered() -> bool:
+            call = self.ask(max_tokens=1)
+            await call.done()
+            return call.complete
+
+        await until(answered, "a request is answered", limit_s)
+
+
+async def _owns(scheduler: Service) -> bool:
+    try:
+        answer = await scheduler._cluster.http.get(f"http://127.0.0.1:{scheduler.metrics_port}/metrics", timeout=1.0)
+    except httpx.HTTPError:
+        return False
+    return "headrace_requests_waiting{" in answer.text
+
+
+def chat(words: Sequence[str]) -> list[dict[str, str]]:
+    return [{"role": "user", "content": " ".join(words)}]
+
+
+class Call:
+    """One request of one caller, in progress or over, and everything that the caller saw of it."""
+
+    def __init__(self, cluster: Cluster, gateway: Gateway, body: dict[str, Any]) -> None:
+        self.body = {"model": MODEL} | body
+        self.status = 0
+        self.request_id = ""
+        self.data: list[str] = []
+        """Data of the server-sent events, or the one body."""
+        self.text = ""
+        self.broke = ""
+        """How the connection ended when it ended badly."""
+        self.asked_at = time.monotonic()
+        self.first_at = 0.0
+        self.ended_at = 0.0
+        self.token_times: list[float] = []
+        self._stream = bool(self.body["stream"])
+        self._client = cluster.http
+        self._url = f"{gateway.url}/v1/chat/completions"
+        self._headers = {"Authorization": f"Bearer {cluster.key}"}
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            request = self._client.stream("POST", self._url, json=self.body, headers=self._headers)
+            async with request as response:
+                self.request_id = response.headers.get("x-request-id", "")
+                self.status = response.status_code
+                if self.status != 200 or not self._stream:
+                    self.data.append((await response.aread()).decode())
+                    self._read_body()
+                    return
+                async for line in response.aiter_lines():
+                    if line.startswith("data: "):
+                        self._read_event(line[6:])
+        except httpx.HTTPError as error:
+            self.broke = repr(error)
+        finally:
+            self.ended_at = time.monotonic()
+
+    def _read_body(self) -> None:
+        if self.status == 200:
+            self.text = json.loads(self.data[0])["choices"][0]["message"]["content"]
+
+    def _read_event(self, data: str) -> None:
+        self.data.append(data)
+        if data == "[DONE]" or data.startswith('{"error"'):
+            return
+        choices = json.loads(data)["choices"]
+        if choices and (piece := choices[0]["delta"].get("content")):
+            now = time.monotonic()
+            self.first_at = self.first_at or now
+            self.token_times.append(now)
+            self.text += piece
+
+    async def done(self, limit_s: float = 90.0) -> "Call":
+        """Wait for the end."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await asyncio.shield(self._task)
+        except TimeoutError:
+            pytest.fail(f"request {self.request_id} has no end within {limit_s:g} s; so far {self.text[-80:]!r}")
+        return self
+
+    async def leave(self) -> None:
+        """Hang up."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def over(self) -> bool:
+        return self._task.done()
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_times)
+
+    async def shows(self, tokens: int) -> None:
+        """Wait until so many tokens have come."""
+        await until(lambda: self.tokens >= tokens or self.over, f"{tokens} tokens", 30)
+        assert self.tokens >= tokens, self.story()
+
+    @property
+    def complete(self) -> bool:
+        """It ended as a whole answer."""
+        if self.broke or self.status != 200 or not self.over:
+            return False
+        return not self._stream or self.data[-1:] == ["[DONE]"]
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error that it ended with; empty when it did not."""
+        if self.data and self.data[-1].startswith('{"error"'):
+            error: dict[str, Any] = json.loads(self.data[-1])["error"]
+            return error
+        return {}
+
+    @property
+    def endings(self) -> int:
+        """How many endings the caller saw; there must be one."""
+        if not self._stream or self.status != 200:
+            return len(self.data)
+        return sum(data == "[DONE]" or data.startswith('{"error"') for data in self.data)
+
+    def story(self) -> str:
+        return f"{self.request_id} {self.status} {self.broke} {self.text[-60:]!r} {self.error}"
+
+
+def counted(tokens: int) -> str:
+    """The simulated engine's answer without a script."""
+    return " ".join(f"t{number}" for number in range(tokens))
+
+
+def envelope(request_id: str, **fields: Any) -> RequestEnvelope:
+    """A request as a gateway would store it; for tests that speak to the bus themselves."""
+    now_ms = time.time_ns() // 1_000_000
+    values: dict[str, Any] = {
+        "request_id": request_id,
+        "tenant": TENANT,
+        "key_id": "k",
+        "model": MODEL,
+        "endpoint": "chat/completions",
+        "stream": True,
+        "prompt_tokens": 5,
+        "max_output_tokens": 16,
+        "choices": 1,
+        "priority": "interactive",
+        "admitted_at_ms": now_ms,
+        "publish_by_ms": now_ms + 10_000,
+        "deadline_at_ms": now_ms + 60_000,
+        "reply": {"subject": f"reply.v1.{TENANT}.test", "stream": request_id},
+    }
+    return msgspec.convert(values | fields, RequestEnvelope)

@@ -1,0 +1,174 @@
+"""A real stack: ``headrace up`` with the simulated engine, on free ports and a data directory of its own.
+
+``stack`` is shared by the whole session: tests that kill, limit or reconfigure take ``start_stack``.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from compose.config import DataDir, Run
+from compose.processes import die_with
+
+ROOT = Path(__file__).parents[2]
+HEADRACE = [sys.executable, "-m", "compose.cli"]
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")} | {
+    "PYTHONPATH": str(ROOT)
+}
+START_LIMIT_S = 60.0
+STOP_LIMIT_S = 60.0
+
+
+def headrace(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """One run of the command, to its end."""
+    return subprocess.run(
+        [*HEADRACE, *arguments],
+        env=ENVIRONMENT | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that is dead and not yet waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until(condition: Callable[[], Any], what: str, limit_s: float = 30.0) -> Any:
+    """The first true value of ``condition``; fails the test when there is none in time."""
+    deadline = time.monotonic() + limit_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {limit_s:g} s: {what}")
+        time.sleep(0.05)
+    return value
+
+
+class Stack:
+    """One ``headrace up``. Its output is in ``output``; ``run`` reads run.json anew each time."""
+
+    def __init__(self, data_dir: Path, *options: str, **environment: str) -> None:
+        self.data_dir = data_dir
+        self.output = data_dir.with_name(f"{data_dir.name}.out")
+        (data_dir / "run.json").unlink(missing_ok=True)  # of a stack that was killed
+        parent = os.getpid()
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*HEADRACE, "up", "--port", "0", "--data-dir", str(data_dir), *options],
+                env=ENVIRONMENT | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: die_with(parent),  # noqa: PLW1509
+            )
+
+    def wait_ready(self, limit_s: float = START_LIMIT_S) -> "Stack":
+        deadline = time.monotonic() + limit_s
+        while not self.started:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                pytest.fail(f"the stack did not start:\n{self.output.read_text()}\n{self.logs()}")
+            time.sleep(0.02)
+        return self
+
+    @property
+    def started(self) -> bool:
+        return (self.data_dir / "run.json").exists()
+
+    @property
+    def run(self) -> Run:
+        return DataDir(self.data_dir).read_run()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of all services."""
+        return [pid for pids in self.run.pids.values() for pid in pids]
+
+    @property
+    def model(self) -> str:
+        """The first model."""
+        with self.client() as client:
+            name: str = client.get("/v1/models").json()["data"][0]["id"]
+            return name
+
+    def client(self, key: str | None = None, **options: Any) -> httpx.Client:
+        """HTTP client of the shared port, with the demo key unless another is given."""
+        run = self.run
+        headers = {"Authorization": f"Bearer {key or run.key}"}
+        return httpx.Client(base_url=run.url, headers=headers, timeout=30, trust_env=False, **options)
+
+    def async_client(self, key: str | None = None, **options: Any) -> httpx.AsyncClient:
+        run = self.run
+        headers = {"Authorization": f"Bearer {key or run.key}"}
+        return httpx.AsyncClient(base_url=run.url, headers=headers, timeout=30, trust_env=False, **options)
+
+    def cli(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """The headrace command on this stack."""
+        return headrace(*arguments, "--data-dir", str(self.data_dir))
+
+    def cli_json(self, *arguments: str) -> Any:
+        done = self.cli(*arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def logs(self, lines: int = 15) -> str:
+        """The last lines of every service's log."""
+        parts = []
+        for log in sorted((self.data_dir / "logs").glob("*.log")):
+            tail = log.read_text(errors="replace").splitlines()[-lines:]
+            parts.append("\n".join([f"--- {log.name}", *tail]))
+        return "\n".join(parts)
+
+    def stop(self, number: int = signal.SIGINT) -> int:
+        """Ask it to stop, wait for that; the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+            try:
+                self.process.wait(STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+                pytest.fail(f"the stack did not stop:\n{self.output.read_text()}\n{self.logs()}")
+        return self.process.returncode
+
+
+StartStack = Callable[..., Stack]
+
+
+@pytest.fixture
+def start_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartStack]:
+    """``start_stack("--workers", "2", ...)`` gives the test a stack of its own, ready; stopped afterwards."""
+    stacks: list[Stack] = []
+
+    def start(*options: str, data_dir: Path | None = None, ready: bool = True, **environment: str) -> Stack:
+        directory = data_dir or tmp_path_factory.mktemp("stack") / "data"
+        stack = Stack(directory, "--engine", "simulated", *options, **environment)
+        stacks.append(stack)
+        return stack.wait_ready() if ready else stack
+
+    yield start
+    for stack in stacks:
+        stack.stop(signal.SIGTERM)
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The session's stack with the defaults; leave it as it is."""
+    stack = Stack(tmp_path_factory.mktemp("stack") / "data", "--engine", "simulated").wait_ready()
+    yield stack
+    stack.stop(signal.SIGTERM)
