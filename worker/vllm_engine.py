@@ -69,6 +69,7 @@ def engine_arguments(config: VllmConfig) -> list[str]:
             "enforce_eager": True,  # compilation takes 65 s and gains at most 15 %
             "block_size": 32,  # with 128, the default on a CPU, short prompts never hit the prefix cache
             "kv_cache_memory_bytes": config.kv_cache_bytes,
+            "worker_extension_cls": "worker.vllm_cpu.Extension",  # see there
             "max_num_batched_tokens": 512,  # a step of 2048 takes 3 s, and aborts wait for it
         }
     else:

@@ -7,6 +7,8 @@ stable interfaces; everything that relies on them is here.
 import contextvars
 import gc
 import logging
+import multiprocessing
+import threading
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -181,12 +183,15 @@ class Parts:
     def shut_down(self) -> None:
         """End the engine's processes, also those that hang."""
         self._engine.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+        # vLLM leaves its ZeroMQ context open. This returns once the event loop has closed the sockets.
+        threading.Thread(target=self._engine.engine_core.resources.ctx.term, name="zmq-term", daemon=True).start()
         self.application = None
         gc.unfreeze()
         left = [process for process in self._processes if process.is_running() and not _is_tracker(process)]
         for process in left:
             process.kill()
         psutil.wait_procs(left, timeout=SHUTDOWN_TIMEOUT_S)
+        multiprocessing.active_children()  # reaps those that have ended
         del self._engine
         gc.collect()
 
@@ -210,8 +215,9 @@ def build(command_line: list[str]) -> Parts:
     except SystemExit as refusal:
         raise ValueError(f"vLLM refuses these arguments: {command_line}") from refusal
     validate_parsed_serve_args(args)
-    # What fails in this process comes to us as an exception or an answer; it would be logged with a traceback each.
-    logging.getLogger("vllm").setLevel(logging.CRITICAL)
     # Child processes import vLLM anew, without this: there the original runs.
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
-    return Parts(args)
+    parts = Parts(args)
+    # What fails in this process comes to us as an exception or an answer; vLLM logs a traceback of each.
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)
+    return parts

@@ -36,7 +36,8 @@ def test_a_gpu_is_a_matter_of_configuration() -> None:
     )
     line = engine_arguments(config)
     assert {"--gpu-memory-utilization=0.9", "--max-model-len=32768", "--tensor-parallel-size=2"} <= set(line)
-    assert not any(it.startswith(("--enforce-eager", "--block-size", "--kv-cache")) for it in line)
+    cpu_only = ("--enforce-eager", "--block-size", "--kv-cache", "--worker-extension")
+    assert not any(it.startswith(cpu_only) for it in line)
 
 
 def test_extra_arguments_win_and_null_takes_one_out() -> None:

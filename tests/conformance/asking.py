@@ -1,0 +1,93 @@
+"""How the suite asks an engine, and what it gathers."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from contracts.messages import Endpoint
+from worker.engine import Counts, Engine, Job
+
+SLOTS = 4
+MODEL = "the-public-name"
+
+VLLM_MARKS = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    # vLLM, torch and their imports warn of each other.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+class Answer:
+    """All that came of one attempt."""
+
+    def __init__(self, chunks: list[dict[str, Any]], counts: Counts) -> None:
+        self.chunks = chunks
+        self.counts = counts
+
+    @property
+    def choices(self) -> list[dict[str, Any]]:
+        return [choice for chunk in self.chunks for choice in chunk["choices"]]
+
+    def text(self, index: int = 0) -> str:
+        return "".join(_text(choice) for choice in self.choices if choice["index"] == index)
+
+    def finish_reasons(self, index: int = 0) -> list[str]:
+        """Those that are not null."""
+        return [it["finish_reason"] for it in self.choices if it["index"] == index and it["finish_reason"]]
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        (usage,) = [chunk["usage"] for chunk in self.chunks if chunk.get("usage")]
+        return dict(usage)
+
+
+def _text(choice: dict[str, Any]) -> str:
+    if "text" in choice:
+        return str(choice["text"])
+    return str(choice.get("delta", choice.get("message", {})).get("content") or "")
+
+
+class Asker:
+    """Asks one engine. Bodies are greedy and do not end by themselves unless they say otherwise."""
+
+    def __init__(self, kind: str, engine: Engine) -> None:
+        self.kind = kind
+        self.engine = engine
+        self._asked = 0
+
+    def job(self, stream: bool, endpoint: Endpoint = "chat/completions", *, salt: str = "", **body: Any) -> Job:
+        self._asked += 1
+        if endpoint == "chat/completions":
+            body = {"messages": [{"role": "user", "content": "Count for me, please."}]} | body
+        body = {"model": "whatever-the-caller-wrote", "temperature": 0, "ignore_eos": True} | body
+        return Job(
+            request_id=f"request-{self._asked}",
+            attempt=1,
+            endpoint=endpoint,
+            body=msgspec.json.encode(body),
+            stream=stream,
+            cache_salt=salt or f"salt-{self._asked}",
+        )
+
+    async def ask(self, job: Job, counts: Counts | None = None) -> Answer:
+        counts = counts or Counts()
+        return Answer([msgspec.json.decode(chunk) async for chunk in self.engine.generate(job, counts)], counts)
+
+    async def until(self, condition: Callable[[], bool], *, within_s: float = 60.0) -> None:
+        """Wait for a condition; the limit is for a busy machine."""
+        deadline = time.monotonic() + within_s
+        while not condition():
+            assert time.monotonic() < deadline, self.engine.stats()
+            await asyncio.sleep(0.005)
+
+    async def until_idle(self) -> None:
+        def idle() -> bool:
+            stats = self.engine.stats()
+            return stats.running == stats.waiting == stats.kv_tokens_used == 0
+
+        await self.until(idle)

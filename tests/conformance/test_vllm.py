@@ -1,0 +1,159 @@
+"""What only vLLM does, and what it does when it dies. The last test leaves the engine closed."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from tests.conformance.asking import MODEL, SLOTS, VLLM_MARKS, Asker
+from worker.engine import Counts, EngineFailure
+from worker.vllm_engine import VllmConfig, VllmEngine
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), *VLLM_MARKS]
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}, "people": {"type": "integer"}},
+    "required": ["city", "people"],
+    "additionalProperties": False,
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def vllm(model_path: Path) -> AsyncIterator[Asker]:
+    config = VllmConfig(model_path=str(model_path), public_name=MODEL, slots=SLOTS, check_timeout_s=5)
+    engine = VllmEngine(config)
+    await engine.start()
+    try:
+        yield Asker("vllm", engine)
+    finally:
+        await engine.close()
+
+
+async def test_the_answer_names_paris(vllm: Asker) -> None:
+    answer = await vllm.ask(vllm.job(True, messages=QUESTION, max_tokens=40, ignore_eos=False))
+    assert "Paris" in answer.text()
+
+
+async def test_the_field_simulate_is_refused(vllm: Asker) -> None:
+    with pytest.raises(EngineFailure) as refusal:
+        await vllm.ask(vllm.job(True, messages=QUESTION, simulate={"tokens": ["x"]}))
+    assert (refusal.value.code, refusal.value.param) == ("invalid_request", "simulate")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_structured_output_obeys_its_schema(vllm: Asker, stream: bool) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+    answer = await vllm.ask(
+        vllm.job(stream, messages=QUESTION, response_format=form, max_tokens=200, ignore_eos=False, temperature=1)
+    )
+    value = msgspec.json.decode(answer.text())
+    assert answer.finish_reasons() == ["stop"]
+    assert set(value) == {"city", "people"}
+    assert isinstance(value["people"], int)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_named_tool_is_called_with_valid_arguments(vllm: Asker, stream: bool) -> None:
+    tool = {"type": "function", "function": {"name": "remember_city", "parameters": CITY}}
+    choice = {"type": "function", "function": {"name": "remember_city"}}
+    answer = await vllm.ask(
+        vllm.job(stream, messages=QUESTION, tools=[tool], tool_choice=choice, max_tokens=200, ignore_eos=False)
+    )
+    calls = [
+        call["function"]
+        for it in answer.choices
+        for call in it.get("delta", it.get("message", {})).get("tool_calls") or []
+    ]
+    assert "".join(call.get("name") or "" for call in calls) == "remember_city"
+    arguments = msgspec.json.decode("".join(call.get("arguments") or "" for call in calls))
+    assert set(arguments) == {"city", "people"}
+
+
+def _processes() -> list[Any]:
+    """The engine's processes; psutil comes with vLLM."""
+    import psutil
+
+    return [it for it in psutil.Process().children(recursive=True) if it.is_running() and "VLLM" in it.name()]
+
+
+async def _ends(vllm: Asker, stream: bool) -> EngineFailure:
+    """The failure that a long answer ends with."""
+    with pytest.raises(EngineFailure) as end:
+        await vllm.ask(vllm.job(stream, max_tokens=4000))
+    return end.value
+
+
+async def test_a_dead_engine_fails_what_it_ran_and_can_be_rebuilt(vllm: Asker) -> None:
+    running = [asyncio.ensure_future(_ends(vllm, stream)) for stream in (True, False)]
+    await vllm.until(lambda: vllm.engine.stats().running == 2)
+    (core,) = [it for it in _processes() if "EngineCore" in it.name()]
+    core.send_signal(signal.SIGKILL)
+    for failure in await asyncio.wait_for(asyncio.gather(*running), 30):
+        assert failure.engine_death
+        assert failure.retryable
+    with pytest.raises(EngineFailure) as verdict:
+        await vllm.engine.check()
+    assert verdict.value.engine_death
+    await vllm.engine.close()
+    with pytest.raises(EngineFailure):
+        await vllm.ask(vllm.job(True, max_tokens=1))
+
+    await vllm.engine.start()
+    answer = await vllm.ask(vllm.job(True, max_tokens=5))
+    assert answer.counts.completion_tokens == 5
+    await vllm.engine.check()
+
+
+async def test_a_hanging_engine_fails_its_check_and_is_killed_by_close(vllm: Asker) -> None:
+    counts = Counts()
+    running = asyncio.ensure_future(_ends(vllm, True))
+    await vllm.until(lambda: vllm.engine.stats().running == 1)
+    processes = _processes()
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    with pytest.raises(EngineFailure) as verdict:
+        await vllm.engine.check()
+    assert verdict.value.engine_death
+    await vllm.engine.close()
+    failure = await asyncio.wait_for(running, 30)
+    assert failure.engine_death
+    assert counts == Counts()
+    assert not any(it.is_running() for it in processes)
+
+
+_STARTER = """
+import asyncio, sys
+from worker.vllm_engine import VllmConfig, VllmEngine
+
+if __name__ == "__main__":
+    asyncio.run(VllmEngine(VllmConfig(model_path=sys.argv[1], public_name="x")).start())
+"""
+
+
+async def test_the_engines_processes_end_with_a_killed_worker(vllm: Asker, model_path: Path, tmp_path: Path) -> None:
+    """Also while it starts; ``vllm`` is asked for only so that this comes last, with no engine beside it."""
+    import psutil
+
+    script = tmp_path / "starter.py"
+    script.write_text(_STARTER)
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    worker = psutil.Popen([sys.executable, str(script), str(model_path)], env=os.environ | {"PYTHONPATH": path})
+    started: list[Any] = []
+
+    def engine_is_there() -> bool:
+        started[:] = worker.children(recursive=True)
+        return any("EngineCore" in it.name() for it in started)
+
+    await vllm.until(engine_is_there, within_s=300)
+    worker.kill()
+    worker.wait()
+    await vllm.until(lambda: not any(it.is_running() for it in started), within_s=60)
