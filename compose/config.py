@@ -15,12 +15,11 @@ from typing import Literal
 
 import msgspec
 
+from contracts import ids
+
 Engine = Literal["vllm", "simulated"]
 Role = Literal["gateway", "scheduler", "worker", "ledger", "nats"]
 ROLES: tuple[Role, ...] = ("gateway", "scheduler", "worker", "ledger", "nats")
-USERS = ("operator", "gateway", "scheduler", "worker", "ledger")
-"""Users of the stack's own NATS server: the operator (people, the CLI) and one for each kind of service."""
-
 
 class ComposeError(Exception):
     """Why a command cannot do what was asked, in words for the person who typed it."""
@@ -54,6 +53,9 @@ class Secrets(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     admin_key: str
     nats_passwords: dict[str, str]
+    """Of each role (contracts.permissions)."""
+    nats_tenants: dict[str, str] = {}
+    """Passwords of the tenants whose own services may use the bus."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,8 +107,10 @@ class DataDir:
             ) from error
         return descriptor
 
-    def secrets(self) -> Secrets:
-        """The kept secrets; made when there are none, completed when a user is new."""
+    def secrets(self, tenant: str = "") -> Secrets:
+        """The kept secrets; made when there are none, completed when a role, or ``tenant`` as a user, is new."""
+        from contracts.permissions import ROLES  # brings in the bus, which takes .1 s
+
         path = self.path / "secrets.json"
         kept: Secrets | None = None
         if path.exists():
@@ -114,11 +118,13 @@ class DataDir:
                 kept = msgspec.json.decode(path.read_bytes(), type=Secrets)
             except msgspec.MsgspecError as error:
                 raise ComposeError(f"{path} is damaged ({error}); remove it to get new keys") from error
-        passwords = {user: secrets.token_hex(24) for user in USERS} | (kept.nats_passwords if kept else {})
+        passwords = {role: secrets.token_hex(24) for role in ROLES} | (kept.nats_passwords if kept else {})
+        tenants = ({tenant: secrets.token_hex(24)} if tenant else {}) | (kept.nats_tenants if kept else {})
         complete = Secrets(
-            key=kept.key if kept else new_key(),
-            admin_key=kept.admin_key if kept else new_key(),
+            key=kept.key if kept else ids.api_key(),
+            admin_key=kept.admin_key if kept else ids.api_key(),
             nats_passwords=passwords,
+            nats_tenants=tenants,
         )
         if complete != kept:
             write_private(path, msgspec.json.encode(complete))
@@ -139,11 +145,6 @@ class DataDir:
     def remove_run(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             self.run.unlink()
-
-
-def new_key() -> str:
-    """A fresh API key: ``hr_`` and 43 url-safe characters (256 bits)."""
-    return f"hr_{secrets.token_urlsafe(32)}"
 
 
 def write_private(path: Path, data: bytes) -> None:

@@ -13,10 +13,9 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from compose import admin
+from compose import admin, nats_users
 from compose.config import (
     ROLES,
-    USERS,
     ComposeError,
     DataDir,
     Engine,
@@ -28,9 +27,9 @@ from compose.config import (
 )
 from compose.processes import Child, Ports, Probe, Spec, Supervisor, http_reason, nats_reason, nats_server
 from compose.terminal import Terminal, quiet_logs
-from contracts import topology
+from contracts import registry, topology
 from contracts.bus import Bus, BusError
-from contracts.messages import Manifest, TenantLimits
+from contracts.messages import Manifest, TenantRecord
 
 START_LIMIT_S = 900.0
 """Until everything is ready; a cold disk and a large model take minutes. A guess."""
@@ -198,9 +197,9 @@ class Stack:
             for line in await topology.ensure(bus):
                 self._terminal.say(f"note: {line}")
             if not self._options.nats_url:
-                await admin.keep_only(bus, {manifest.name for manifest in self._manifests})
+                await registry.keep_only(bus, {manifest.name for manifest in self._manifests})
             for manifest in self._manifests:
-                await admin.put_manifest(bus, manifest)
+                await registry.put_manifest(bus, manifest)
             await self._keep_first_keys(bus)
         except BusError as error:
             raise ComposeError(f"NATS refused what Headrace keeps there: {error}") from error
@@ -213,9 +212,9 @@ class Stack:
             (DEMO_TENANT, self._secrets.key, False),
             (ADMIN_TENANT, self._secrets.admin_key, True),
         ):
-            if await admin.tenant(bus, tenant) is None:
-                await admin.create_tenant(bus, tenant, TenantLimits())
-            await admin.keep_key(bus, pepper, secret, tenant, admin=is_admin)
+            if await registry.tenant(bus, tenant) is None:
+                await registry.create_tenant(bus, TenantRecord(name=tenant))
+            await registry.keep_key(bus, pepper, secret, tenant, admin=is_admin)
 
     # Processes ---------------------------------------------------------------------------------------------
 
@@ -332,9 +331,9 @@ class Stack:
 
 
 def write_nats_configuration(path: Path, listen: str, store: Path, secrets: Secrets) -> None:
-    """compose/nats.conf with its variables defined ahead of it."""
+    """compose/nats.conf with its variables defined ahead of it, and the file of users that it includes."""
     variables = {"LISTEN": listen, "STORE": str(store)}
-    variables |= {f"PASSWORD_{user.upper()}": secrets.nats_passwords[user] for user in USERS}
+    nats_users.write(path.parent, secrets.nats_passwords, secrets.nats_tenants)
     definitions = "".join(f"HEADRACE_NATS_{name}: {json.dumps(value)}\n" for name, value in variables.items())
     write_private(path, definitions.encode() + Path(__file__).with_name("nats.conf").read_bytes())
 
@@ -353,7 +352,7 @@ def make_manifest(engine: Engine, name: str, sim_context: int) -> Manifest:
     created_at_ms = time.time_ns() // 1_000_000
     if engine == "simulated":
         return Manifest(
-            name=admin.check_name("model name", name),
+            name=registry.check_name("model name", name),
             version=SIMULATED_VERSION,
             engine="simulated",
             context=sim_context,
@@ -368,7 +367,7 @@ def make_manifest(engine: Engine, name: str, sim_context: int) -> Manifest:
     except models.ModelError as error:
         raise ComposeError(str(error)) from error
     return Manifest(
-        name=admin.check_name("model name", prepared.name),
+        name=registry.check_name("model name", prepared.name),
         version=prepared.version,
         engine="vllm",
         context=prepared.context,

@@ -20,7 +20,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 import msgspec
 import structlog
 
-from contracts import ids, subjects
+from contracts import ids, permissions, subjects
 from contracts.answers import Answer, ChatAnswer, ChatChunk, CompletionChunk
 from contracts.bus import Bus, BusError, Incoming, NoResponder, TooLarge
 from contracts.errors import TABLE, HeadraceError
@@ -99,7 +99,8 @@ class Client:
         self._beating: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._bus = await Bus.connect(self._nats_url, name=self.holder)
+        inbox = permissions.user_of_tenant(self.tenant)
+        self._bus = await Bus.connect(self._nats_url, name=self.holder, inbox=inbox)
         try:
             await self._bus.subscribe(self.inbox, self._on_reply)
         except BaseException:
@@ -222,8 +223,9 @@ class Client:
         if not self.bus.connected:
             return  # Old heartbeats sent late would say nothing.
         try:
-            beat = HolderHeartbeat(holder=self.holder, leaving=leaving)
-            await self.bus.publish(subjects.holder_heartbeat(self.holder), _encode(beat))
+            holder = subjects.tenant_holder(self.tenant, self.holder)
+            beat = HolderHeartbeat(holder=holder, leaving=leaving)
+            await self.bus.publish(subjects.holder_heartbeat(holder), _encode(beat))
         except BusError as error:
             log.warning("client_heartbeat_failed", error=repr(error))
 

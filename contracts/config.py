@@ -6,7 +6,6 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-
 C = TypeVar("C", bound="ServiceConfig")
 
 

@@ -26,3 +26,8 @@ def created_ms(identifier: str) -> int:
 def incarnation(kind: str) -> str:
     """A new name for one life of a process, such as ``w-3f9a1c20d4e5``; a restarted process takes a new one."""
     return f"{kind}-{secrets.token_hex(6)}"
+
+
+def api_key() -> str:
+    """A new API key: ``hr_`` and 43 url-safe characters, 256 random bits."""
+    return f"hr_{secrets.token_urlsafe(32)}"

@@ -5,7 +5,10 @@ outside ``[A-Za-z0-9-]`` becomes ``_`` and two lower-case hex digits. A token th
 digits can therefore never be a name; ours (``_gw``) start so.
 """
 
+import inspect
 import re
+import secrets
+from collections.abc import Callable
 
 MAX_NAME_BYTES = 128
 """Longest name in UTF-8 bytes, before encoding (DESIGN.md section 4)."""
@@ -86,6 +89,11 @@ def attempts_of(model: str) -> str:
     return f"attempt.v1.{encode(model)}.>"
 
 
+def quarantine(model: str, request_id: str) -> str:
+    """Where the scheduler keeps a request that ends engines (stream QUARANTINE)."""
+    return f"quarantine.v1.{encode(model)}.{encode(request_id)}"
+
+
 # Requests with an answer ----------------------------------------------------------------------------------
 
 
@@ -151,7 +159,33 @@ DEAD_ATTEMPTS = "dead.v1.attempts"
 """Attempt events that the ledger refused (stream DEAD_LETTERS)."""
 
 USAGE = "usage.v1.query"
-"""Question to the ledger about usage."""
+"""Question to the ledger about usage, of any tenant or all."""
+
+USAGE_QUESTIONS = "usage.v1.>"
+"""All questions to the ledger."""
+
+
+def usage_all(question: str) -> str:
+    """A question about any tenant or all: ``usage``, ``latency``, ``invoice`` or ``explain``. For operators."""
+    return f"usage.v1.all.{question}"
+
+
+def usage_of(tenant: str, question: str) -> str:
+    """A question whose answer is about this tenant alone, whatever the message says."""
+    return f"usage.v1.of.{encode(tenant)}.{question}"
+
+
+def scope_of_usage(subject: str) -> tuple[str | None, str]:
+    """Tenant (None: all) and question of a subject under ``usage.v1.``; raises InvalidName."""
+    match subject.split(".")[2:]:
+        case ["query"]:
+            return None, "usage"
+        case ["all", question]:
+            return None, question
+        case ["of", token, question]:
+            return decode(token), question
+    raise InvalidName(f"not a question about usage: {subject!r}")
+
 
 QUEUES = "queues.v1"
 """Question to a model's scheduler about its live queues: ``queues.v1.<model>``."""
@@ -170,9 +204,23 @@ def worker_heartbeat(model: str, worker: str) -> str:
     return f"hb.v1.worker.{encode(model)}.{encode(worker)}"
 
 
-def holder_heartbeat(incarnation: str) -> str:
-    """Heartbeat of a holder of streams: a gateway or a long-lived client service."""
-    return f"hb.v1.holder.{encode(incarnation)}"
+HOLDER_HEARTBEATS = "hb.v1.holder."
+"""Prefix of holders' heartbeats; what follows is the holder's name on the bus."""
+
+
+def gateway_holder(incarnation: str) -> str:
+    """Name of a gateway as holder of streams; ``_gw`` is no encoded name, so no tenant can claim it."""
+    return f"_gw.{encode(incarnation)}"
+
+
+def tenant_holder(tenant: str, incarnation: str) -> str:
+    """Name of a tenant's service as holder of streams."""
+    return f"{encode(tenant)}.{encode(incarnation)}"
+
+
+def holder_heartbeat(holder: str) -> str:
+    """Where a holder of that name sends heartbeats; who may publish there speaks for it."""
+    return HOLDER_HEARTBEATS + holder
 
 
 def tick(observer: str) -> str:
@@ -201,3 +249,22 @@ _REPLY = re.compile(r"reply\.v1(\.[A-Za-z0-9_-]+)+\Z")
 def is_reply(subject: str) -> bool:
     """Whether frames may be published to ``subject``: a plain subject under ``reply.v1.``, at most 512 bytes."""
     return len(subject) <= 512 and _REPLY.match(subject) is not None
+
+
+# Forms of subjects -----------------------------------------------------------------------------------------
+
+_MARK = secrets.token_hex(16)
+"""A plain token that no name can be meant to equal."""
+
+
+def form(subject: Callable[..., str], fill: Callable[[str], str] = lambda parameter: "*", **names: str) -> str:
+    """The subject that ``subject`` gives, with ``fill(parameter)`` for each of its parameters without a name.
+
+    Permissions and documents are made so, from the functions that make the subjects themselves.
+    """
+    open_parameters = [parameter for parameter in inspect.signature(subject).parameters if parameter not in names]
+    marks = {parameter: f"{_MARK}-{parameter.replace('_', '-')}" for parameter in open_parameters}
+    text = subject(**marks | names)
+    for parameter, mark in marks.items():
+        text = text.replace(mark, fill(parameter))
+    return text

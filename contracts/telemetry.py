@@ -34,9 +34,7 @@ def configure_logging(config: ServiceConfig, service: str) -> None:
         cache_logger_on_first_use=True,
     )
 
-    def name_service(
-        _logger: Any, _method: str, event: structlog.typing.EventDict
-    ) -> structlog.typing.EventDict:
+    def name_service(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         event["service"] = service
         return event
 

@@ -11,12 +11,14 @@ REQUESTS = "REQUESTS"
 WORK = "WORK"
 ATTEMPTS = "ATTEMPTS"
 DEAD_LETTERS = "DEAD_LETTERS"
+QUARANTINE = "QUARANTINE"
 
 KEYS = "keys"
 TENANTS = "tenants"
 MODELS = "models"
 LEASES = "leases"
 BUDGETS = "budgets"
+PRICES = "prices"
 
 BODIES = "bodies"
 
@@ -78,12 +80,15 @@ STREAMS: list[dict[str, Any]] = [
     _stream(ATTEMPTS, ["attempt.v1.>"], discard="old", max_age=7 * _DAY, max_msgs=4_000_000),
     # Malformed events, some KB each, for a person to look at within a month.
     _stream(DEAD_LETTERS, ["dead.v1.>"], discard="old", max_age=30 * _DAY, max_bytes=128 * _MIB),
+    # Requests that ended engines, with their bodies: for a person to look at within a month. One a request.
+    _stream(QUARANTINE, ["quarantine.v1.>"], discard="old", max_age=30 * _DAY, max_bytes=128 * _MIB),
     # Records of some 300 bytes: 64 MiB hold 200,000 keys, tenants or budgets; manifests have some 10 KB.
     _bucket(KEYS, 64),
     _bucket(TENANTS, 64),
     _bucket(MODELS, 64),
     _bucket(LEASES, 16, subject_delete_marker_ttl=LEASE_MARKER_TTL_S * _SECOND),
     _bucket(BUDGETS, 64),
+    _bucket(PRICES, 16),
     # Bodies up to 16 MiB: 128 of the largest at a time. Longest deadline plus retries stay under 2 h.
     _stream(
         f"OBJ_{BODIES}",

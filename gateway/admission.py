@@ -135,7 +135,32 @@ class Admission:
         )
 
     async def admit(self, call: Call, envelope: RequestEnvelope) -> RequestEnvelope:
-        """Ask the model's scheduler; the envelope with its answer. Raises HeadraceError."""
+        """Ask the model's scheduler; the envelope with its answer.
+
+        An overloaded model's request goes to the first of its fallbacks that admits it, where the tenant permits
+        that; the envelope and ``call.model`` then name the model that will answer. Raises HeadraceError.
+        """
+        try:
+            return await self._admit(call, envelope)
+        except Refused as refused:
+            if refused.code != "overloaded" or not call.identity.tenant.fallback:
+                raise
+            for name in self._catalog.resolve(envelope.model, call.identity.tenant).manifest.fallbacks:
+                if (admitted := await self._admit_elsewhere(call, name)) is not None:
+                    return admitted
+            raise
+
+    async def _admit_elsewhere(self, call: Call, name: str) -> RequestEnvelope | None:
+        """The same request for another model; None when that one does not take it."""
+        before = (call.model, call.body, call.prompt_tokens, call.limits)
+        try:
+            body = msgspec.json.encode({**msgspec.json.decode(call.body), "model": name})
+            return await self._admit(call, await self.prepare(call, body))
+        except HeadraceError:
+            call.model, call.body, call.prompt_tokens, call.limits = before
+            return None
+
+    async def _admit(self, call: Call, envelope: RequestEnvelope) -> RequestEnvelope:
         answer = await self._ask(call, envelope)
         call.limits = answer.limits
         if not answer.admitted:

@@ -1,6 +1,5 @@
 """The FastAPI application: routes, and the OpenAI error body on whatever goes wrong."""
 
-import datetime
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,21 +9,18 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from contracts import subjects
-from contracts.bus import Bus, Unavailable
+from contracts.bus import Bus
 from contracts.errors import HeadraceError
-from contracts.messages import Codec, Manifest, UsageAnswer, UsageQuery, UsageRow
+from contracts.messages import Manifest
+from gateway.admin import Admin
 from gateway.auth import Directory, Identity
 from gateway.catalog import Catalog
 from gateway.completions import Completions
 from gateway.edge import Edge, Exchange
+from gateway.usage import PAGE_HEADERS, Usage
 
 PAGE = Path(__file__).parent / "static" / "index.html"
-USAGE_TIMEOUT_S = 10.0
 _CODES = {404: "not_found", 405: "method_not_allowed"}
-
-_query_codec = Codec[UsageQuery](UsageQuery)
-_answer_codec = Codec[UsageAnswer](UsageAnswer)
 
 
 class Json(Response):
@@ -39,22 +35,24 @@ def build(
     directory: Directory,
     catalog: Catalog,
     completions: Completions,
+    admin: Admin,
     bus: Bus,
     not_ready: Callable[[], str],
     cors_origins: tuple[str, ...],
 ) -> Edge:
     """The whole HTTP application."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    pages = _Pages(directory, catalog, bus, not_ready)
+    pages = _Pages(directory, catalog, not_ready)
     app.router.routes += [
         Route("/v1/chat/completions", partial(completions, "chat/completions"), methods=["POST"]),
         Route("/v1/completions", partial(completions, "completions"), methods=["POST"]),
         Route("/v1/models", pages.models, methods=["GET"]),
         Route("/v1/models/{model:path}", pages.model, methods=["GET"]),
-        Route("/v1/usage", pages.usage, methods=["GET"]),
         Route("/health/live", pages.live, methods=["GET"]),
         Route("/health/ready", pages.ready, methods=["GET"]),
         Route("/", pages.index, methods=["GET"]),
+        *admin.routes(),
+        *Usage(directory, bus).routes(),
     ]
     app.add_exception_handler(HeadraceError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -65,10 +63,9 @@ def build(
 class _Pages:
     """Everything but inference."""
 
-    def __init__(self, directory: Directory, catalog: Catalog, bus: Bus, not_ready: Callable[[], str]) -> None:
+    def __init__(self, directory: Directory, catalog: Catalog, not_ready: Callable[[], str]) -> None:
         self._directory = directory
         self._catalog = catalog
-        self._bus = bus
         self._not_ready = not_ready
         self._page = PAGE.read_bytes()
 
@@ -76,14 +73,7 @@ class _Pages:
         return self._directory.authenticate(request.scope["headers"])
 
     async def index(self, request: Request) -> Response:
-        headers = {
-            "cache-control": "no-cache",
-            "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-            "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-            "referrer-policy": "no-referrer",
-            "x-content-type-options": "nosniff",
-        }
-        return Response(self._page, media_type="text/html; charset=utf-8", headers=headers)
+        return Response(self._page, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
     async def live(self, request: Request) -> Response:
         return Json({"status": "ok"})
@@ -101,21 +91,6 @@ class _Pages:
         tenant = self._caller(request).tenant
         return Json(_model(self._catalog.resolve(request.path_params["model"], tenant).manifest))
 
-    async def usage(self, request: Request) -> Response:
-        """The caller's own tenant in the current UTC month, by day, model and version."""
-        tenant = self._caller(request).tenant
-        start, end = _month(datetime.datetime.now(datetime.UTC))
-        query = UsageQuery(from_at_ms=start, to_at_ms=end, by=["day", "model", "version"], tenant=tenant.name)
-        try:
-            data = await self._bus.request(subjects.USAGE, _query_codec.encode(query), timeout_s=USAGE_TIMEOUT_S)
-            answer = _answer_codec.decode(data)
-        except (Unavailable, msgspec.MsgspecError) as error:
-            raise HeadraceError("unavailable", "The ledger does not answer.", retry_after_s=5) from error
-        if answer.error:
-            raise HeadraceError("unavailable", f"The ledger says: {answer.error}", retry_after_s=5)
-        rows = [_usage_row(row) for row in answer.rows]
-        return Json({"object": "list", "data": rows, "has_more": answer.has_more})
-
 
 def _model(manifest: Manifest) -> dict[str, object]:
     return {
@@ -125,26 +100,6 @@ def _model(manifest: Manifest) -> dict[str, object]:
         "owned_by": "headrace",
         "max_model_len": manifest.context,
     }
-
-
-def _usage_row(row: UsageRow) -> dict[str, object]:
-    return {
-        "day": row.day,
-        "model": row.model,
-        "version": row.version,
-        "requests": row.requests,
-        "prompt_tokens": row.prompt_tokens,
-        "cached_tokens": row.cached_tokens,
-        "completion_tokens": row.completion_tokens,
-        "reasoning_tokens": row.reasoning_tokens,
-    }
-
-
-def _month(now: datetime.datetime) -> tuple[int, int]:
-    """Half-open range of Unix ms."""
-    start = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
-    end = (start + datetime.timedelta(days=32)).replace(day=1)
-    return int(start.timestamp()) * 1000, int(end.timestamp()) * 1000
 
 
 # Errors ----------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class Completions:
             identity=identity,
             endpoint=endpoint,
             reply=Reply(subject=self._hub.mailbox, stream=exchange.request_id),
-            holder=self._hub.incarnation,
+            holder=self._hub.holder,
             deadline_ms=deadline_ms,
             client_request_id=exchange.client_request_id,
         )
@@ -150,7 +150,9 @@ class Completions:
             )
             self._hub.open(stream)
             try:
-                await self._admission.publish(call, await self._admission.admit(call, envelope))
+                envelope = await self._admission.admit(call, envelope)
+                stream.model = envelope.model
+                await self._admission.publish(call, envelope)
                 del envelope
                 if stream.sse:
                     await _write_events(exchange, stream, caller, ending)

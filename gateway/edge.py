@@ -204,7 +204,7 @@ class Edge:
         """A browser asks, without a key, whether a page may call."""
         given = dict(exchange.scope["headers"])
         headers: Headers = [
-            (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+            (b"access-control-allow-methods", b"GET, POST, PATCH, DELETE, OPTIONS"),
             (b"access-control-max-age", _PREFLIGHT_S),
         ]
         if asked := given.get(b"access-control-request-headers"):

@@ -9,6 +9,7 @@ from contracts import ids, topology
 from contracts.bus import Bus
 from contracts.messages import ErrorData
 from gateway import app, server
+from gateway.admin import Admin
 from gateway.admission import Admission
 from gateway.auth import Directory
 from gateway.catalog import Catalog
@@ -70,6 +71,7 @@ class Gateway:
             directory=self._directory,
             catalog=self._catalog,
             completions=self._completions,
+            admin=Admin(self._directory, self._bus, self._config),
             bus=self._bus,
             not_ready=self._readiness.not_ready,
             cors_origins=self._config.cors_origins,

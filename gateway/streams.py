@@ -184,6 +184,7 @@ class Hub:
 
     def __init__(self, bus: Bus, incarnation: str) -> None:
         self.incarnation = incarnation
+        self.holder = subjects.gateway_holder(incarnation)
         self.mailbox = subjects.gateway_mailbox(incarnation)
         self._bus = bus
         self._streams: dict[str, Stream] = {}
@@ -343,9 +344,9 @@ class Hub:
             await self._beat()
 
     async def _beat(self, *, leaving: bool = False) -> None:
-        beat = HolderHeartbeat(holder=self.incarnation, leaving=leaving)
+        beat = HolderHeartbeat(holder=self.holder, leaving=leaving)
         try:
-            await self._bus.publish(subjects.holder_heartbeat(self.incarnation), _heartbeat_codec.encode(beat))
+            await self._bus.publish(subjects.holder_heartbeat(self.holder), _heartbeat_codec.encode(beat))
         except Unavailable:
             pass  # The bus is away; whoever counts our silence counts it by ticks that are away, too.
 

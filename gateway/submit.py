@@ -82,7 +82,7 @@ class FrontDoor:
             identity=Identity(tenant, KEY_ID),
             endpoint=submitted.endpoint,
             reply=submitted.reply,
-            holder=submitted.holder,
+            holder=_holder(tenant_name, submitted.holder),
             deadline_ms=deadline_ms,
         )
         envelope = await self._admission.prepare(call, submitted.body or b"{}", model=model)
@@ -97,7 +97,15 @@ class FrontDoor:
             model=call.model,
             prompt_tokens=call.prompt_tokens,
         )
-        return SubmitAnswer(admitted=True, request_id=request_id, limits=call.limits)
+        return SubmitAnswer(admitted=True, request_id=request_id, model=call.model, limits=call.limits)
+
+
+def _holder(tenant: str, incarnation: str) -> str:
+    """The sender's name as a holder of streams: always one of its own tenant's."""
+    try:
+        return subjects.tenant_holder(tenant, incarnation) if incarnation else ""
+    except subjects.InvalidName as error:
+        raise HeadraceError("invalid_request", f"holder: {error}.", param="holder") from error
 
 
 def _refusal(request_id: str, error: HeadraceError, call: Call | None = None) -> SubmitAnswer:

@@ -6,7 +6,7 @@ struct names is ignored and does not travel, and with it those that no caller ma
 """
 
 import re
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -14,6 +14,28 @@ from msgspec import Meta
 from contracts.errors import HeadraceError
 from contracts.messages import Endpoint, Manifest
 from contracts.simulated import simulate_field
+from gateway import messages_api, responses_api
+from gateway.fields import (
+    Bias,
+    LogprobCount,
+    Penalty,
+    Positive,
+    Repetition,
+    Seed,
+    Share,
+    StopIds,
+    Stops,
+    Temperature,
+    Text,
+    TopK,
+    TopP,
+    Valid,
+    check_temperature,
+    check_token_ids,
+    converted,
+    refuse,
+    travelling,
+)
 
 NESTING_MAX = 64
 """Levels of a body; the same on every Python, and far below what any decoder trips over."""
@@ -21,16 +43,10 @@ CONTAINERS_MAX = 200_000
 """Objects and lists of a body: millions of them would cost seconds of garbage collection (measured)."""
 CHOICES_MAX = 128
 """Answers that one request may ask for: prompts times ``n``."""
-STOPS_MAX = 16
-BIASES_MAX = 1024
+INPUTS_MAX = 2048
+"""Texts of one embeddings request, as OpenAI has it."""
 VOCABULARY_MAX = 1 << 20
 """Bound of token ids for models whose tokenizer is not known here."""
-
-_INT64 = Meta(ge=-(2**63), le=2**63 - 1)
-_Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-_Text = Annotated[str, Meta(min_length=1)]
-_Penalty = Annotated[float, Meta(ge=-2, le=2)]
-_LogprobCount = Annotated[int, Meta(ge=0, le=20)]
 
 
 class _StreamOptions(msgspec.Struct):
@@ -50,7 +66,7 @@ class _Part(msgspec.Struct):
 
 
 class _Call(msgspec.Struct):
-    name: _Text
+    name: Text
     arguments: str | dict[str, Any] | None = None
 
 
@@ -71,7 +87,7 @@ class _Message(msgspec.Struct):
 
 
 class _Function(msgspec.Struct):
-    name: _Text
+    name: Text
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -83,7 +99,7 @@ class _Tool(msgspec.Struct):
 
 
 class _Named(msgspec.Struct):
-    name: _Text
+    name: Text
 
 
 class _ToolChoice(msgspec.Struct):
@@ -98,23 +114,23 @@ class _Body(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
-    max_tokens: _Positive | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    frequency_penalty: _Penalty | None = None
-    presence_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
-    seed: Annotated[int, _INT64] | None = None
-    stop: Annotated[str, Meta(min_length=1)] | Annotated[list[_Text], Meta(max_length=STOPS_MAX)] | None = None
-    stop_token_ids: Annotated[list[int], Meta(max_length=STOPS_MAX)] | None = None
+    max_tokens: Positive | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
+    seed: Seed | None = None
+    stop: Text | Stops | None = None
+    stop_token_ids: StopIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=BIASES_MAX)] | None = None
+    logit_bias: Bias | None = None
     response_format: _ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     return_token_ids: bool | None = None
@@ -124,9 +140,9 @@ class _Body(msgspec.Struct, kw_only=True):
 
 class _ChatBody(_Body, kw_only=True):
     messages: Annotated[list[_Message], Meta(min_length=1)]
-    max_completion_tokens: _Positive | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: _LogprobCount | None = None
+    top_logprobs: LogprobCount | None = None
     tools: list[_Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -137,22 +153,17 @@ class _ChatBody(_Body, kw_only=True):
 
 class _CompletionBody(_Body, kw_only=True):
     prompt: str | list[Any]
-    logprobs: _LogprobCount | None = None
+    logprobs: LogprobCount | None = None
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
 
 
-class Valid(msgspec.Struct):
-    """A body that may be served. ``fields`` is what travels, but for the output limit, which admission sets."""
-
-    fields: dict[str, Any]
-    stream: bool
-    choices: int
-    max_output_tokens: int | None
-    """Per choice; None when the caller stated none."""
-    least_output_tokens: int = 1
-    """What the default must not go below: a scripted answer states its own length."""
+class _EmbeddingBody(msgspec.Struct, kw_only=True):
+    model: str
+    input: str | list[Any]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Positive | None = None
 
 
 def decode(data: bytes | msgspec.Raw) -> dict[str, Any]:
@@ -208,19 +219,25 @@ def validate(endpoint: Endpoint, body: dict[str, Any], manifest: Manifest, vocab
     """The request in ``body``; raises HeadraceError that names the field at fault."""
     fields = _present(body)
     _check_simulate(fields, manifest)
+    if endpoint == "messages":
+        return messages_api.validate(fields)
+    if endpoint == "responses":
+        return responses_api.validate(fields, vocabulary or VOCABULARY_MAX)
+    if endpoint == "embeddings":
+        return _valid_embeddings(fields, vocabulary or VOCABULARY_MAX)
     if endpoint == "chat/completions":
-        chat = _converted(fields, _ChatBody)
+        chat = converted(fields, _ChatBody)
         _check_chat(chat)
         prompts, asked = 1, [chat.max_tokens, chat.max_completion_tokens]
         common: _Body = chat
     else:
-        completion = _converted(fields, _CompletionBody)
+        completion = converted(fields, _CompletionBody)
         prompts, asked = _check_completion(completion, vocabulary or VOCABULARY_MAX), [completion.max_tokens]
         common = completion
     _check_common(common, vocabulary or VOCABULARY_MAX)
     choices = prompts * (common.n or 1)
     if choices > CHOICES_MAX:
-        _refuse("n", f"{prompts} prompts times n = {common.n or 1} is more than {CHOICES_MAX} answers.")
+        refuse("n", f"{prompts} prompts times n = {common.n or 1} is more than {CHOICES_MAX} answers.")
     stated = [limit for limit in asked if limit is not None]
     script = simulate_field(fields)
     return Valid(
@@ -229,6 +246,22 @@ def validate(endpoint: Endpoint, body: dict[str, Any], manifest: Manifest, vocab
         choices=choices,
         max_output_tokens=min(stated) if stated else None,
         least_output_tokens=max(1, len(script.script() or ())) if script is not None else 1,
+        prompt_field="messages" if endpoint == "chat/completions" else "prompt",
+    )
+
+
+def _valid_embeddings(fields: dict[str, Any], vocabulary: int) -> Valid:
+    """Generates nothing: one slot, and its prompt tokens."""
+    body = converted(fields, _EmbeddingBody)
+    if _count_prompts("input", body.input, vocabulary) > INPUTS_MAX:
+        refuse("input", f"More than {INPUTS_MAX} texts in one request.")
+    return Valid(
+        fields=travelling(fields, _EmbeddingBody, set()),
+        stream=False,
+        choices=1,
+        max_output_tokens=0,
+        limit_field="",
+        prompt_field="input",
     )
 
 
@@ -255,7 +288,7 @@ def _travelling(fields: dict[str, Any], body: _Body) -> dict[str, Any]:
         left_out.add("stream_options")
     if "tools" not in fields:
         left_out |= {"tool_choice", "parallel_tool_calls"}
-    return {name: fields[name] for name in type(body).__struct_fields__ if name in fields and name not in left_out}
+    return travelling(fields, type(body), left_out)
 
 
 # Checks that types do not express --------------------------------------------------------------------------
@@ -263,101 +296,73 @@ def _travelling(fields: dict[str, Any], body: _Body) -> dict[str, Any]:
 
 def _check_simulate(fields: dict[str, Any], manifest: Manifest) -> None:
     if "simulate" in fields and manifest.engine != "simulated":
-        _refuse("simulate", "Only models of the simulated engine understand 'simulate'.")
+        refuse("simulate", "Only models of the simulated engine understand 'simulate'.")
 
 
 def _check_common(body: _Body, vocabulary: int) -> None:
-    for key in body.logit_bias or ():
-        # isdecimal alone would let other scripts' digits through.
-        if not (key.isascii() and key.isdecimal()) or int(key[:12]) >= vocabulary:
-            _refuse("logit_bias", f"{key[:24]!r} is not a token id below {vocabulary}.")
-    for token in body.stop_token_ids or ():
-        if not 0 <= token < vocabulary:
-            _refuse("stop_token_ids", f"{token} is not a token id below {vocabulary}.")
+    check_token_ids(body.logit_bias, body.stop_token_ids, vocabulary)
+    check_temperature(body.temperature)
     form = body.response_format
     if form is not None and form.type == "json_schema" and form.json_schema is None:
-        _refuse("response_format.json_schema", "The type 'json_schema' needs a 'json_schema'.")
-    if isinstance(body.temperature, float) and 0 < body.temperature < 1e-5:
-        _refuse("temperature", "Use 0 for greedy sampling; a temperature below 0.00001 overflows.")
+        refuse("response_format.json_schema", "The type 'json_schema' needs a 'json_schema'.")
 
 
 def _check_chat(body: _ChatBody) -> None:
     for index, message in enumerate(body.messages):
         _check_message(f"messages[{index}]", message)
     if body.top_logprobs and not body.logprobs:
-        _refuse("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
+        refuse("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
     _check_tool_choice(body)
 
 
 def _check_message(where: str, message: _Message) -> None:
     if message.content is None and message.role != "assistant":
-        _refuse(f"{where}.content", f"A message with the role {message.role!r} needs content.")
+        refuse(f"{where}.content", f"A message with the role {message.role!r} needs content.")
     if message.tool_calls and message.role != "assistant":
-        _refuse(f"{where}.tool_calls", "Only messages with the role 'assistant' may hold tool calls.")
+        refuse(f"{where}.tool_calls", "Only messages with the role 'assistant' may hold tool calls.")
     if isinstance(message.content, list):
         for number, part in enumerate(message.content):
             if (part.refusal if part.type == "refusal" else part.text) is None:
-                _refuse(f"{where}.content[{number}]", f"A part of the type {part.type!r} needs its text.")
+                refuse(f"{where}.content[{number}]", f"A part of the type {part.type!r} needs its text.")
 
 
 def _check_tool_choice(body: _ChatBody) -> None:
     if body.tools is None:
         if body.tool_choice not in (None, "none", "auto"):
-            _refuse("tool_choice", "'tool_choice' needs 'tools'.")
+            refuse("tool_choice", "'tool_choice' needs 'tools'.")
     elif isinstance(body.tool_choice, _ToolChoice) and not any(
         tool.function.name == body.tool_choice.function.name for tool in body.tools
     ):
-        _refuse("tool_choice", "'tool_choice' names a function that is not among 'tools'.")
+        refuse("tool_choice", "'tool_choice' names a function that is not among 'tools'.")
 
 
 def _check_completion(body: _CompletionBody, vocabulary: int) -> int:
     """Number of prompts."""
     if body.best_of is not None and body.best_of > (body.n or 1):
-        _refuse("best_of", "'best_of' above 'n' is not supported.")
+        refuse("best_of", "'best_of' above 'n' is not supported.")
     if body.suffix:
-        _refuse("suffix", "'suffix' is not supported.")
-    prompt = body.prompt
+        refuse("suffix", "'suffix' is not supported.")
+    return _count_prompts("prompt", body.prompt, vocabulary)
+
+
+def _count_prompts(where: str, prompt: str | list[Any], vocabulary: int) -> int:
+    """Number of prompts; raises HeadraceError when they are neither texts nor token ids."""
     if isinstance(prompt, str):
         return 1
     kinds = set(map(type, prompt))
     if kinds == {int}:
-        _check_ids("prompt", prompt, vocabulary)
+        _check_ids(where, prompt, vocabulary)
         return 1
     if kinds not in ({str}, {list}):
-        _refuse("prompt", "Expected text, a list of texts, a list of token ids, or a list of such lists.")
+        refuse(where, "Expected text, a list of texts, a list of token ids, or a list of such lists.")
     for index, ids in enumerate(prompt):
         if isinstance(ids, list):
             if set(map(type, ids)) != {int}:
-                _refuse(f"prompt[{index}]", "Expected a list of token ids.")
-            _check_ids(f"prompt[{index}]", ids, vocabulary)
+                refuse(f"{where}[{index}]", "Expected a list of token ids.")
+            _check_ids(f"{where}[{index}]", ids, vocabulary)
     return len(prompt)
 
 
 def _check_ids(where: str, ids: list[int], vocabulary: int) -> None:
     if min(ids) < 0 or max(ids) >= vocabulary:
-        _refuse(where, f"Token ids must be at least 0 and below {vocabulary}.")
-
-
-# Errors ----------------------------------------------------------------------------------------------------
-
-_PATH = re.compile(r" - at `\$?(?P<path>[^`]*)`\Z")
-_MISSING = re.compile(r"missing required field `(?P<field>[^`]+)`")
-
-
-def _converted(fields: dict[str, Any], kind: type[Any]) -> Any:
-    """``fields`` as ``kind``; a value of the wrong type or out of range raises HeadraceError with its path."""
-    try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        path = _PATH.search(text)
-        steps = [path["path"].lstrip(".")] if path is not None and path["path"] else []
-        if missing := _MISSING.search(text):
-            steps.append(missing["field"])
-        param = ".".join(steps).replace("[...]", "") or None
-        reason = _PATH.sub("", text)
-        raise HeadraceError("invalid_request", f"{param}: {reason}." if param else f"{reason}.", param=param) from error
-
-
-def _refuse(param: str, message: str) -> NoReturn:
-    raise HeadraceError("invalid_request", f"{param}: {message}", param=param)
+        refuse(where, f"Token ids must be at least 0 and below {vocabulary}.")

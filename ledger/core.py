@@ -134,7 +134,7 @@ def row(source: Source) -> Row:
     ended_at = clock.read(event.ended_at_ms)
     return Row(
         tenant=event.tenant,
-        requested_at=min(max(created_at_ms, REQUESTED_MS_MIN), REQUESTED_MS_MAX),
+        requested_at=requested_at_ms(request_id),
         request_id=request_id,
         attempt=event.attempt,
         key_id=event.key_id,
@@ -154,9 +154,10 @@ def row(source: Source) -> Row:
         billable=event.billable,
         choices=event.choices,
         prompt_tokens=event.prompt_tokens,
-        cached_tokens=event.cached_tokens,
+        # Part of the prompt, whatever an engine says: what was not cached is priced, and is never negative.
+        cached_tokens=min(event.cached_tokens, event.prompt_tokens),
         completion_tokens=event.completion_tokens,
-        reasoning_tokens=event.reasoning_tokens,
+        reasoning_tokens=min(event.reasoning_tokens, event.completion_tokens),
         reserved_tokens=event.reserved_tokens,
         last_seq=event.last_seq,
         admitted_at=admitted_at,
@@ -171,10 +172,36 @@ def row(source: Source) -> Row:
     )
 
 
+HOUR_MS = 3_600_000
+
+
+def marks(rows: Iterable[Row]) -> list[tuple[int, int, int, int]]:
+    """Row of ``rollup_marks`` for each hour of usage that these rows touch: its start in Unix s, one mark, and
+    the bounds of the rows in the key of ``attempts``.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for each in rows:
+        hour = each.admitted_at // HOUR_MS
+        first, last = found.get(hour, (each.requested_at, each.requested_at))
+        found[hour] = (min(first, each.requested_at), max(last, each.requested_at))
+    return [(hour * 3600, 1, first, last) for hour, (first, last) in sorted(found.items())]
+
+
+def request_number(request_id: str) -> int:
+    """The integer of a request id; raises Rejected when it is no UUIDv7 in lower case."""
+    if not _UUID7.fullmatch(request_id):
+        raise Rejected("request_id is not a UUIDv7")
+    return int(request_id.replace("-", ""), 16)
+
+
+def requested_at_ms(request_number: int) -> int:
+    """The time inside a request id, as the table's key holds it."""
+    return min(max(request_number >> 80, REQUESTED_MS_MIN), REQUESTED_MS_MAX)
+
+
 def _identity(event: AttemptEvent, subject: str) -> int:
     """The request id's integer. The subject is what made the event the only one of its attempt."""
-    if not _UUID7.fullmatch(event.request_id):
-        raise Rejected("request_id is not a UUIDv7")
+    number = request_number(event.request_id)
     try:
         _token(event.tenant)
     except subjects.InvalidName as error:
@@ -185,7 +212,7 @@ def _identity(event: AttemptEvent, subject: str) -> int:
         raise Rejected(f"model: {error}") from error
     if subject != expected:
         raise Rejected(f"the event belongs on {expected}")
-    return int(event.request_id.replace("-", ""), 16)
+    return number
 
 
 @functools.lru_cache(10_000)
@@ -259,6 +286,13 @@ def month_range(at_ms: int) -> tuple[int, int]:
     start = datetime(now.year, now.month, 1, tzinfo=UTC)
     end = datetime(now.year + now.month // 12, now.month % 12 + 1, 1, tzinfo=UTC)
     return int(start.timestamp() * 1000), int(end.timestamp() * 1000)
+
+
+def range_of_month(month: str) -> tuple[int, int]:
+    """Half-open range of a month such as ``2026-11``, in Unix ms; raises ValueError."""
+    if not re.fullmatch(r"[0-9]{4}-[0-9]{2}", month) or not "1970" <= month[:4] < "2299":
+        raise ValueError("a month reads like 2026-11")
+    return month_range(int(datetime(int(month[:4]), int(month[5:]), 1, tzinfo=UTC).timestamp() * 1000))
 
 
 def delay_s(failures: int, jitter: Callable[[], float]) -> float:

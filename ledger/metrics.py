@@ -20,3 +20,4 @@ QUERY_SECONDS = Histogram(
     "Duration of one question about usage.",
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
 )
+BUILT = Counter("headrace_ledger_built", "Hours and days summed up, repetitions included.", ["level"])

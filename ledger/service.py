@@ -9,15 +9,17 @@ import random
 import time
 from collections.abc import Sequence
 
-import msgspec
 import structlog
 
 from contracts import ids, subjects, topology
 from contracts.bus import Bus, BusError, Incoming
-from contracts.messages import Codec, DeadLetter, UsageAnswer, UsageQuery, UsageRow
-from ledger import core, metrics, queries, retention
+from contracts.messages import Codec, DeadLetter
+from ledger import core, metrics, retention
 from ledger.budgets import Budgets
 from ledger.config import LedgerConfig
+from ledger.prices import Prices
+from ledger.questions import Questions
+from ledger.rollups import Rollups
 from ledger.store import Away, Owned, Refused, Store
 
 log = structlog.get_logger(__name__)
@@ -35,8 +37,6 @@ CLOSE_S = 5.0
 QUESTIONS_MAX = 64
 ANSWER_MARGIN_BYTES = 64 << 10
 
-_queries: Codec[UsageQuery] = Codec(UsageQuery)
-_answers: Codec[UsageAnswer] = Codec(UsageAnswer)
 _letters: Codec[DeadLetter] = Codec(DeadLetter)
 
 
@@ -63,7 +63,7 @@ class Ledger:
         self._stopping.set()
 
     async def run(self) -> bool:
-        self._bus = bus = await Bus.connect(self._config.nats_url, name=ids.incarnation("ledger"))
+        self._bus = bus = await Bus.connect(self._config.nats_url, name=ids.incarnation("ledger"), inbox="ledger")
         lost = asyncio.create_task(bus.closed.wait())
         stopped = asyncio.create_task(self._stopping.wait())
         work = asyncio.create_task(self._work())
@@ -85,8 +85,11 @@ class Ledger:
         if not await self._open():
             return
         self._budgets = Budgets(self._bus, self._store)
+        prices = Prices(self._bus, self._store)
+        await prices.start()
+        answers = Questions(self._store, prices, self._bus.max_payload - ANSWER_MARGIN_BYTES)
         questions = await self._bus.subscribe(
-            subjects.USAGE, self._answer, queue=QUEUE, concurrent=True, limit=QUESTIONS_MAX
+            subjects.USAGE_QUESTIONS, answers.answer, queue=QUEUE, concurrent=True, limit=QUESTIONS_MAX
         )
         puller = await self._bus.consume_batches(
             topology.ATTEMPTS,
@@ -100,7 +103,8 @@ class Ledger:
         self._state = ""
         try:
             async with asyncio.TaskGroup() as group:
-                loops = [group.create_task(self._budgets.run()), group.create_task(self._purge())]
+                duties = (self._budgets.run(), Rollups(self._store).run(), prices.run(), self._purge())
+                loops = [group.create_task(duty) for duty in duties]
                 await self._stopping.wait()
                 for loop in loops:
                     loop.cancel()
@@ -109,6 +113,7 @@ class Ledger:
             if self._finishing is not None:
                 await asyncio.wait([self._finishing], timeout=CLOSE_S)
             await questions.close()
+            await prices.close()
 
     async def _open(self) -> bool:
         """Try until ClickHouse is there and ours; False when the service stops first."""
@@ -225,26 +230,6 @@ class Ledger:
             except BusError as error:
                 log.warning("attempts_not_purged", error=str(error))
 
-    # Questions ---------------------------------------------------------------------------------------------
-
-    async def _answer(self, message: Incoming) -> None:
-        started = time.monotonic()
-        try:
-            answer = await self._usage(_queries.decode(message.data))
-        except (msgspec.MsgspecError, queries.BadQuery) as error:
-            answer = UsageAnswer(error=str(error), code="invalid_request")
-        except Away as error:
-            log.warning("question_not_answered", error=str(error))
-            answer = UsageAnswer(error="the ledger's database does not answer", code="unavailable")
-        await message.respond(fitting(answer, self._bus.max_payload - ANSWER_MARGIN_BYTES))
-        metrics.QUERY_SECONDS.observe(time.monotonic() - started)
-
-    async def _usage(self, query: UsageQuery) -> UsageAnswer:
-        columns = (*query.by, *queries.FIGURES)
-        found = await self._store.select(queries.usage(query))
-        rows = [UsageRow(**dict(zip(columns, values, strict=True))) for values in found[: query.limit]]
-        return UsageAnswer(rows=rows, has_more=len(found) > query.limit)
-
     # Failure -----------------------------------------------------------------------------------------------
 
     async def _failed(self, what: str, error: Exception) -> None:
@@ -271,17 +256,6 @@ class Ledger:
                 await self._stopping.wait()
         except TimeoutError:
             pass
-
-
-def fitting(answer: UsageAnswer, bytes_max: int) -> bytes:
-    """The answer as a message of at most ``bytes_max``; rows that do not fit are left to the next page."""
-    data = _answers.encode(answer)
-    while len(data) > bytes_max and answer.rows:
-        count = len(answer.rows) * bytes_max // len(data)
-        rows = answer.rows[: min(count, len(answer.rows) - 1)]
-        answer = UsageAnswer(rows=rows, has_more=True)
-        data = _answers.encode(answer)
-    return data
 
 
 def _source(message: Incoming) -> core.Source:

@@ -1,7 +1,7 @@
 """ClickHouse for the ledger: a server (``http(s)://`` URL) or chDB in this process (``chdb:///directory``).
 
-Both go through clickhouse-connect. Its calls block, so one thread inserts and another one asks, each with a
-client of its own; chDB releases the interpreter lock while it works. chDB's data belong to one process at a
+Both go through clickhouse-connect. Its calls block, so one thread inserts, one asks and one builds rollups, each
+with a client of its own; chDB releases the interpreter lock while it works. chDB's data belong to one process at a
 time, which holds a lock in the directory.
 """
 
@@ -34,6 +34,14 @@ _INSERT_SETTINGS = {
     "max_partitions_per_insert_block": 0,  # a replay may span any number of months
 }
 
+_BUILD_SETTINGS = {
+    "max_execution_time": 600,
+    "max_threads": 1,  # questions come first
+    "max_partitions_per_insert_block": 0,
+    "insert_deduplicate": 0,
+    "mutations_sync": 1,
+}
+
 
 class StoreError(Exception):
     """Base of what this module raises."""
@@ -59,9 +67,11 @@ class Store:
         self._database = database
         self._write_thread = ThreadPoolExecutor(1, thread_name_prefix="insert")
         self._read_thread = ThreadPoolExecutor(1, thread_name_prefix="select")
+        self._build_thread = ThreadPoolExecutor(1, thread_name_prefix="build")
         self._lock: int | None = None
         self._writer: Client | None = None
         self._reader: Client | None = None
+        self._builder: Client | None = None
 
     async def open(self) -> None:
         """Connect, own chDB's directory, apply migrations. Raises Away or Owned; may be called again then."""
@@ -73,7 +83,15 @@ class Store:
 
     async def select(self, query: queries.Query) -> list[tuple[Any, ...]]:
         """All rows of the answer; raises Away."""
-        return await self._in(self._read_thread, lambda: self._select(query))
+        return await self._in(self._read_thread, lambda: _rows(self._reader, query))
+
+    async def build(self, query: queries.Query) -> list[tuple[Any, ...]]:
+        """A statement of the rollups, which may take minutes; its rows, if it gives any. Raises Away."""
+        return await self._in(self._build_thread, lambda: _rows(self._builder, query))
+
+    async def insert_prices(self, rows: Sequence[Sequence[object]]) -> None:
+        """Rows of ``prices``, in the table's order of columns. Raises Away."""
+        await self._in(self._write_thread, lambda: self._append("prices", rows))
 
     async def close(self) -> None:
         """Wait for running calls, close the clients, give the directory back."""
@@ -84,16 +102,18 @@ class Store:
     def _open(self) -> None:
         if self._url.startswith("chdb:") and self._lock is None:
             self._lock = _own(Path(urlsplit(self._url).path))
-        for client in (self._writer, self._reader):
+        for client in (self._writer, self._reader, self._builder):
             if client is not None:
                 client.close()
-        self._writer = self._reader = None
+        self._writer = self._reader = self._builder = None
         self._writer = self._connect({})
         self._writer.command(f"CREATE DATABASE IF NOT EXISTS `{self._database}`")
         self._writer.database = self._database
         migrate(self._writer)
         self._reader = self._connect(queries.SETTINGS)
         self._reader.database = self._database
+        self._builder = self._connect({**queries.SETTINGS, **_BUILD_SETTINGS})
+        self._builder.database = self._database
 
     def _connect(self, settings: dict[str, Any]) -> "Client":
         # Imported late and in the thread: the import and the engine's start take most of a second.
@@ -126,16 +146,19 @@ class Store:
             column_oriented=True,
             settings={**_INSERT_SETTINGS, "insert_deduplication_token": core.token(rows)},
         )
+        # After the rows: who sees a mark sees what it stands for. A repetition of both does no harm.
+        self._append("rollup_marks", core.marks(rows))
 
-    def _select(self, query: queries.Query) -> list[tuple[Any, ...]]:
-        if self._reader is None:
+    def _append(self, table: str, rows: Sequence[Sequence[object]]) -> None:
+        if self._writer is None:
             raise Away("not open")
-        return [tuple(row) for row in self._reader.query(query.text, parameters=query.parameters).result_rows]
+        if rows:
+            self._writer.insert(table, rows, settings={"async_insert": 0, "insert_deduplicate": 0})
 
     def _close(self) -> None:
-        self._read_thread.shutdown()
-        self._write_thread.shutdown()
-        for client in (self._reader, self._writer):
+        for thread in (self._read_thread, self._build_thread, self._write_thread):
+            thread.shutdown()
+        for client in (self._reader, self._builder, self._writer):
             if client is not None:
                 client.close()
         if self._lock is not None:
@@ -160,6 +183,12 @@ class Store:
         if password:
             text = text.replace(password, "***")
         return " ".join(text.split())[:500]
+
+
+def _rows(client: "Client | None", query: queries.Query) -> list[tuple[Any, ...]]:
+    if client is None:
+        raise Away("not open")
+    return [tuple(row) for row in client.query(query.text, parameters=query.parameters).result_rows]
 
 
 def _own(directory: Path) -> int:

@@ -23,7 +23,7 @@ async def serve(config: SchedulerConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
-        bus = await Bus.connect(config.nats_url, name=ids.incarnation("scheduler"))
+        bus = await Bus.connect(config.nats_url, name=ids.incarnation("scheduler"), inbox="scheduler")
     except BusError as error:
         log.error("bus_unreachable", reason=str(error))
         return 1

@@ -336,6 +336,7 @@ class Core:
         request.worker = worker.beat.worker
         request.progress = None
         request.was_held = False
+        request.spared = False
         request.adopted = False
         slots, kv_tokens = self.pool.need(worker, request.envelope.choices, request.cost.total)
         worker.assign(request.id, slots, kv_tokens)
@@ -428,6 +429,9 @@ class Core:
 
     def _decide(self, request: Request, event: AttemptEvent) -> None:
         """The present attempt has ended with ``event``: retry before the first token, else settle for good."""
+        worker = self.pool.workers.get(request.worker)
+        if worker is not None and event.engine_death:
+            request.spared = worker.blames_another(request.id)
         self._release(request, event)
         void = endings.is_void(event)
         if void:
@@ -446,10 +450,11 @@ class Core:
         self._finish(request, event, error)
 
     def _count_void(self, request: Request, event: AttemptEvent) -> None:
-        """Attempts that no worker ever held do not count against the request."""
-        if event.reporter == "worker" or request.was_held:
+        """Attempts that no worker ever held do not count against the request, nor deaths by a suspect beside it."""
+        died = event.outcome == "lost" or event.engine_death
+        if (event.reporter == "worker" or request.was_held) and not (died and request.spared):
             request.counted += 1
-            request.deaths += int(event.outcome == "lost" or event.engine_death)
+            request.deaths += int(died)
 
     def _unknown_ended(self, event: AttemptEvent) -> None:
         """The end of a request that this term does not know: an earlier term's, or one whose WORK comes next."""
@@ -469,7 +474,7 @@ class Core:
         """The attempt no longer runs: its worker has room again, unused and void work is given back."""
         worker = self.pool.workers.get(request.worker)
         if worker is not None:
-            worker.release(request.id)
+            worker.release(request.id, died=event.engine_death)
         if not request.dispatched_at_ms:
             return  # Ended without ever running.
         used = 0.0
@@ -485,15 +490,21 @@ class Core:
         if event.outcome in ("completed", "cancelled"):
             used = Cost(event.prompt_tokens, event.completion_tokens)
         self.admission.settle(request, used, self._now)
-        if request.request_seq:
-            self._do(ev.AckRequest(request.request_seq))
-        if request.work_seq and (event.reporter == "scheduler" or event.retryable or self.recovering):
-            self._do(ev.DeleteWork(request.work_seq))
+        if error is not None and error.code == "request_quarantined":
+            self._do(ev.Quarantine(request.envelope, event, error.message, request.request_seq, request.work_seq))
+        else:
+            self._drop_messages(request, event)
         for handle in request.cancel_waiters:
             self._do(ev.AnswerCancel(handle, CancelAnswer(durable=True, outcome=event.outcome)))
         self.outcomes[event.outcome] = self.outcomes.get(event.outcome, 0) + 1
         self._forget(request)
         self.memory.add_ended(event, error, self._now)
+
+    def _drop_messages(self, request: Request, event: AttemptEvent) -> None:
+        if request.request_seq:
+            self._do(ev.AckRequest(request.request_seq))
+        if request.work_seq and (event.reporter == "scheduler" or event.retryable or self.recovering):
+            self._do(ev.DeleteWork(request.work_seq))
 
     def _forget(self, request: Request) -> None:
         del self.requests[request.id]
@@ -622,6 +633,7 @@ class Core:
         for request_id in list(worker.work):
             request = self.requests[request_id]
             if request.state in WITH_WORKER:
+                request.spared = worker.blames_another(request_id)
                 self._end(request, "lost", "worker_lost", f"Worker {worker.beat.worker} was not heard for too long.")
 
     # -- time --------------------------------------------------------------------------------------------
@@ -645,7 +657,7 @@ class Core:
             if request.state in WITH_WORKER and repeat_at <= now:
                 self._send_cancel(request)
         self.memory.pass_time(now)
-        self.admission.drain.pass_time(now, saturated=len(self.queue) > 0)
+        self.admission.pass_time(now)
         self._dispatch()
 
     def _withdraw_unheld(self) -> None:

@@ -6,6 +6,8 @@ TIME_CONSTANT_MS = 20_000.0
 """Memory of the measured rate: a few generations long, short enough to follow a lost worker. A guess."""
 KNOWN_AFTER_MS = 1_000.0
 """Saturated time after which the rate is trusted."""
+BOUND_AFTER_MS = 200.0
+"""Saturated time after which an upper bound of the rate is worth something."""
 DURATION_GUESS_MS = 5_000.0
 
 
@@ -37,11 +39,17 @@ class Drain:
             self._busy_ms = self._busy_ms * keep + elapsed
         self._fresh = 0.0
 
-    def wait_ms(self, tokens: float) -> int:
-        """Expected time until ``tokens`` have been worked off; 0 while the rate is not known."""
-        if self._busy_ms < KNOWN_AFTER_MS or self._tokens <= 0:
+    def wait_ms(self, tokens: float, running_tokens: float) -> int:
+        """Expected time until ``tokens`` have been worked off; 0 while nothing is known.
+
+        Until enough has ended, the rate is taken as if all that runs (``running_tokens``) ended now: an upper bound.
+        """
+        done = self._tokens
+        if self._busy_ms < KNOWN_AFTER_MS or done < running_tokens:
+            done += running_tokens + self._fresh
+        if self._busy_ms < BOUND_AFTER_MS or done <= 0:
             return 0
-        return math.ceil(tokens * self._busy_ms / self._tokens)
+        return math.ceil(tokens * self._busy_ms / done)
 
     def turnover_ms(self, running: int) -> int:
         """Expected time until one of ``running`` requests ends."""

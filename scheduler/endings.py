@@ -46,7 +46,7 @@ def proposed(
         error_code=code,
         error_message=message,
         retryable=lost,
-        engine_death=lost and request.was_held,
+        engine_death=lost and request.was_held and not request.spared,
         choices=envelope.choices,
         prompt_tokens=progress.prompt_tokens if progress else 0,
         cached_tokens=progress.cached_tokens if progress else 0,

@@ -172,6 +172,16 @@ class DeleteWork(Effect, frozen=True):
     seq: int
 
 
+class Quarantine(Effect, frozen=True):
+    """Move a request that ends engines to QUARANTINE, then remove its messages; 0: it has none there."""
+
+    envelope: RequestEnvelope
+    last: AttemptEvent
+    reason: str
+    request_seq: int
+    work_seq: int
+
+
 class StoreTerminal(Effect, frozen=True):
     """Store the event unless the attempt has one already; the core learns the winner by TerminalStored."""
 

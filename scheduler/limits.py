@@ -55,7 +55,7 @@ class Bucket:
             self._at_ms = now_ms
 
 
-class Cost(msgspec.Struct, frozen=True):
+class Cost(msgspec.Struct, frozen=True, order=True):
     """What a request reserves: prompt tokens and maximum output, the latter over all choices."""
 
     input_tokens: int

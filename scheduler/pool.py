@@ -12,7 +12,7 @@ from contracts.messages import Epoch, Progress, WorkerHeartbeat
 class Worker:
     """One worker incarnation as the scheduler sees it."""
 
-    __slots__ = ("adopted", "beat", "held", "kv_reserved", "last_tick", "slots_reserved", "suspects", "work")
+    __slots__ = ("adopted", "beat", "blamed", "held", "kv_reserved", "last_tick", "slots_reserved", "suspects", "work")
 
     def __init__(self, beat: WorkerHeartbeat, tick: int) -> None:
         self.beat = beat
@@ -23,17 +23,26 @@ class Worker:
         self.kv_reserved = 0
         self.suspects: set[str] = set()
         """Suspect requests placed here that have no first token yet."""
+        self.blamed: set[str] = set()
+        """Suspects under which the last engine here died."""
         self.held: set[str] = set()
         """Request ids that the worker itself said it holds."""
         self.adopted: set[str] = set()
         """Request ids of work that an earlier owner dispatched here, until the worker knows our epoch."""
 
     def assign(self, request_id: str, slots: int, kv_tokens: int) -> None:
+        self.blamed.clear()
         self.work[request_id] = (slots, kv_tokens)
         self.slots_reserved += slots
         self.kv_reserved += kv_tokens
 
-    def release(self, request_id: str) -> None:
+    def blames_another(self, request_id: str) -> bool:
+        """Whether a death here is put down to a suspect other than this request."""
+        return bool((self.suspects | self.blamed) - {request_id}) and request_id not in self.suspects
+
+    def release(self, request_id: str, *, died: bool = False) -> None:
+        if died and request_id in self.suspects:
+            self.blamed.add(request_id)
         slots, kv_tokens = self.work.pop(request_id, (0, 0))
         self.slots_reserved -= slots
         self.kv_reserved -= kv_tokens

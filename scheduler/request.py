@@ -37,6 +37,7 @@ class Request:
         "history",
         "progress",
         "request_seq",
+        "spared",
         "state",
         "was_held",
         "work_seq",
@@ -64,6 +65,8 @@ class Request:
         self.progress: Progress | None = None
         self.was_held = False
         """Whether the worker of the present attempt said that it holds it."""
+        self.spared = False
+        """Whether the death of the present attempt's engine or worker is put down to a suspect beside it."""
         self.cancel_reason = ""
         self.cancel_sent_at_ms = 0
         self.cancel_waiters: list[object] = []

@@ -25,6 +25,7 @@ from contracts.messages import (
     ControlRequest,
     HolderHeartbeat,
     Manifest,
+    Quarantined,
     ReplyMessage,
     RequestEnvelope,
     StatusRequest,
@@ -279,7 +280,8 @@ class Term:
             if parts[3] == subjects.encode(self.model):
                 self.feed(ev.WorkerSeen(WORKER_BEAT.decode(message.data)))
         elif parts[2] == "holder":
-            self.feed(ev.HolderSeen(HOLDER_BEAT.decode(message.data)))
+            holder = message.subject.removeprefix(subjects.HOLDER_HEARTBEATS)
+            self.feed(ev.HolderSeen(msgspec.structs.replace(HOLDER_BEAT.decode(message.data), holder=holder)))
         elif message.subject == subjects.tick(self._observer):
             self.feed(ev.OwnTickSeen())
 
@@ -324,6 +326,8 @@ class Term:
                 self._spawn(self._ack_request(seq))
             case ev.DeleteWork(seq):
                 self._spawn(self._drop(topology.WORK, seq))
+            case ev.Quarantine():
+                self._spawn(self._quarantine(effect))
             case ev.SendControl(worker, order):
                 self._spawn(self._send_control(worker, order))
             case ev.SendFrame(subject, frame):
@@ -376,7 +380,25 @@ class Term:
             return
         self.feed(ev.WorkStored(effect.request_id, effect.attempt, stored.seq))
 
-    async def _body(self, effect: ev.StoreWork) -> msgspec.Raw | None:
+    async def _quarantine(self, effect: ev.Quarantine) -> None:
+        """Best effort: one that cannot be kept is removed all the same, since nobody may run it again."""
+        envelope = effect.envelope
+        try:
+            body = await self._body(effect)
+            request = msgspec.structs.replace(envelope, body=body if body is not None else NOTHING)
+            kept = Quarantined(reason=effect.reason, quarantined_at_ms=now_ms(), request=request, last=effect.last)
+            await self._bus.store(
+                subjects.quarantine(self.model, envelope.request_id), ENCODER.encode(kept), msg_id=envelope.request_id
+            )
+            log.error("request_quarantined", request_id=envelope.request_id, tenant=envelope.tenant, model=self.model)
+        except BusError as error:
+            log.error("request_not_kept", request_id=envelope.request_id, reason=str(error))
+        if effect.request_seq:
+            await self._ack_request(effect.request_seq)
+        if effect.work_seq:
+            await self._drop(topology.WORK, effect.work_seq)
+
+    async def _body(self, effect: ev.StoreWork | ev.Quarantine) -> msgspec.Raw | None:
         if effect.request_seq:
             message = self._requests.get(effect.request_seq)
             if message is None:

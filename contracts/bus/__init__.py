@@ -8,6 +8,7 @@ nothing about Headrace.
 
 from collections.abc import Awaitable, Callable
 
+from contracts.bus import lean  # noqa: F401  before the first import of nats
 from contracts.bus.buckets import Buckets, Watch
 from contracts.bus.connection import Subscription
 from contracts.bus.pull import BatchPuller, Puller

@@ -8,6 +8,7 @@ ends.
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Protocol, Self
@@ -39,6 +40,7 @@ SUBJECT_BYTES_MAX = 2048
 """The server closes the connection when subject, reply and lengths pass 4096 bytes; inboxes stay under 1024.
 """
 ACK_TRIES, ACK_TIMEOUT_S = 3, 1.0
+_DENIED = re.compile(r'permissions violation for subscription to "(?P<subject>[^"]*)"')
 CONCURRENT_CALLS = 256
 
 
@@ -113,12 +115,14 @@ class Connection:
         self._echoes: dict[str, asyncio.Future[None]] = {}
         self._echo_prefix = ""
         self._echo_count = 0
+        self._denied: set[str] = set()
+        """Subscriptions that the server refused, as it names them: in lower case."""
         self._publish = self._client.publish
 
     @classmethod
-    async def connect(cls, url: str, *, name: str, timeout_s: float = 10.0) -> Self:
+    async def connect(cls, url: str, *, name: str, inbox: str = "", timeout_s: float = 10.0) -> Self:
         """Connect to the server or servers (comma-separated) of ``url``; raises Unavailable after
-        ``timeout_s``.
+        ``timeout_s``. Answers arrive under ``_INBOX.<inbox>.``, which must be the user's own (default: ``name``).
 
         From then on the connection is made anew for ever, until the server refuses it for good (``closed``).
         """
@@ -139,7 +143,7 @@ class Connection:
                     max_outstanding_pings=2,
                     flush_timeout=FLUSH_TIMEOUT_S,
                     flusher_queue_size=0,  # a full one would hold up the pings too
-                    inbox_prefix=types.INBOX + subjects.encode(name),
+                    inbox_prefix=types.INBOX + (inbox or subjects.encode(name)),
                 )
                 self._up.set()
                 self._echo_prefix = client.new_inbox() + "."
@@ -251,7 +255,7 @@ class Connection:
         limit: int = CONCURRENT_CALLS,
     ) -> Subscription:
         """Hand each message on ``subject`` to ``handler``; live at the server on return, else raises
-        Unavailable.
+        Unavailable, or BusError when this user may not read it.
 
         A plain function is called directly; a coroutine is awaited before the next message, or with
         ``concurrent`` runs as an own task, at most ``limit`` at a time. What a handler raises is logged and
@@ -261,6 +265,9 @@ class Connection:
         subscription = await self._attach(subject, deliver, queue)
         try:
             await self._barrier()
+            if subject.lower() in self._denied:
+                self._denied.discard(subject.lower())
+                raise BusError(f"this user may not subscribe to {subject}")
         except BaseException:
             await subscription.close()
             raise
@@ -395,6 +402,8 @@ class Connection:
             if (subscription := self._subscriptions.get(error.sid)) is not None:
                 subscription._count_drop()
             return
+        if (denied := _DENIED.search(str(error))) is not None:
+            self._denied.add(denied["subject"])
         level = log.warning if self._client.is_connected else log.debug
         level("bus_error", error=repr(error))
 

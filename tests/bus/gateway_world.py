@@ -98,6 +98,8 @@ class World:
         self.asked_frames: list[FramesRequest] = []
         self.beats: list[HolderHeartbeat] = []
         self.usage_queries: list[UsageQuery] = []
+        self.usage_subjects: list[str] = []
+        self.usage_answer = UsageAnswer()
         self.kept: dict[str, list[Frame]] = {}
         self.status = StatusAnswer(state="running", attempt=1, worker=WORKER)
         self.undurable = 0
@@ -112,9 +114,9 @@ class World:
         await subscribe("cancel.v1.>", self._on_cancel)
         await subscribe("status.v1.>", self._on_status)
         await subscribe(subjects.frames_of(WORKER), self._on_frames)
-        await subscribe("hb.v1.holder.*", self._on_beat)
+        await subscribe("hb.v1.holder.>", self._on_beat)
         await subscribe("queues.v1.*", self._on_queues)
-        await subscribe(subjects.USAGE, self._on_usage)
+        await subscribe(subjects.USAGE_QUESTIONS, self._on_usage)
 
     async def close(self) -> None:
         for task in self.playing:
@@ -171,8 +173,9 @@ class World:
         await message.respond(encode(answered))
 
     async def _on_usage(self, message: Incoming) -> None:
+        self.usage_subjects.append(message.subject)
         self.usage_queries.append(decode(message.data, type=UsageQuery))
-        await message.respond(encode(UsageAnswer()))
+        await message.respond(encode(self.usage_answer))
 
     # What a worker does ---------------------------------------------------------------------------------------
 

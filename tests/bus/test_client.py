@@ -73,7 +73,7 @@ class Service:
         await self.bus.subscribe(subjects.cancels_of(MODEL), self._on_cancel)
         await self.bus.subscribe(subjects.statuses_of(MODEL), self._on_status)
         await self.bus.subscribe(subjects.frames_of("w-1"), self._on_frames)
-        await self.bus.subscribe("hb.v1.holder.*", self._on_beat)
+        await self.bus.subscribe("hb.v1.holder.>", self._on_beat)
 
     async def _on_submit(self, message: Incoming) -> None:
         assert subjects.tenant_and_model_of_submit(message.subject) == (TENANT, MODEL)
@@ -417,7 +417,7 @@ async def test_heartbeats_and_a_goodbye(service: Service, nats_url: str) -> None
         await anext(iterator)
     assert caught.value.code == "cancelled"
     await until(lambda: service.beats[-1].leaving)
-    assert {beat.holder for beat in service.beats} == {client.holder}
+    assert {beat.holder for beat in service.beats} == {subjects.tenant_holder(client.tenant, client.holder)}
 
 
 async def test_a_restart_of_the_bus_leaves_no_hole(service: Service, client: Client, nats: NatsServer) -> None:

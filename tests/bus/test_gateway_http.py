@@ -139,9 +139,11 @@ async def test_ready_says_what_is_missing(world: World) -> None:
 
 async def test_usage_is_the_callers_own(world: World) -> None:
     response = await world.client.get("/v1/usage", params={"tenant_id": "T2"}, headers={"X-Tenant-Id": "T2"})
-    assert response.json() == {"object": "list", "data": [], "has_more": False}
+    found = response.json()
+    assert (found["object"], found["data"], found["has_more"]) == ("list", [], False)
     [query] = world.usage_queries
     assert query.tenant == "T1"
+    assert world.usage_subjects == ["usage.v1.of.T1.usage"]
     assert query.by == ["day", "model", "version"]
     assert query.from_at_ms <= time.time() * 1000 < query.to_at_ms
 

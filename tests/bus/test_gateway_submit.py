@@ -35,7 +35,7 @@ async def test_a_request_is_admitted_and_its_frames_go_to_the_sender(world: Worl
     assert answer.admitted, answer
     [envelope] = world.stored
     assert envelope.request_id == answer.request_id
-    assert (envelope.tenant, envelope.key_id, envelope.holder) == ("T1", "bus", "c-1")
+    assert (envelope.tenant, envelope.key_id, envelope.holder) == ("T1", "bus", "T1.c-1")
     assert (envelope.reply, envelope.stream, envelope.prompt_tokens) == (OWN, True, 5)
     assert world.admissions[0].deadline_ms == 500
 

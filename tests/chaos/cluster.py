@@ -21,12 +21,22 @@ import msgspec
 import pytest
 
 from compose import admin
-from compose.config import DataDir, Secrets, new_key
+from compose.config import DataDir, Secrets
 from compose.processes import die_with
 from compose.up import make_manifest, write_nats_configuration
-from contracts import subjects, topology
+from contracts import ids, registry, subjects, topology
 from contracts.bus import Bus, BusError
-from contracts.messages import AttemptEvent, Codec, QueueAnswer, RequestEnvelope, TenantLimits
+from contracts.messages import (
+    AttemptEvent,
+    Codec,
+    QueueAnswer,
+    RequestEnvelope,
+    TenantLimits,
+    TenantRecord,
+    UsageAnswer,
+    UsageQuery,
+    UsageRow,
+)
 from tests.chaos.proxy import Link, Links
 from tests.conftest import NatsServer, free_port
 
@@ -36,6 +46,7 @@ TENANT = "demo"
 START_S = 30.0
 
 _attempt = Codec[AttemptEvent](AttemptEvent)
+_usage = Codec[UsageAnswer](UsageAnswer)
 
 
 async def until(condition: Callable[[], Any], what: str, limit_s: float = 20.0) -> Any:
@@ -154,6 +165,12 @@ class Service:
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
+    @property
+    def joined_as(self) -> str:
+        """A worker's present name on the bus."""
+        lines = [line for line in self.log.read_text().splitlines() if '"event": "joined"' in line]
+        return str(json.loads(lines[-1])["worker"]) if lines else ""
+
     def says(self, event: str) -> int:
         """How often the log has the event."""
         return self.log.read_text(errors="replace").count(f'"{event}"')
@@ -199,7 +216,7 @@ class Cluster:
         self.directory = directory
         self.data = DataDir(directory / "data")
         self.data.prepare()
-        self.key = new_key()
+        self.key = ids.api_key()
         self.limits = limits
         self.secrets: Secrets = self.data.secrets()
         self.nats = OurNats(nats_binary, directory, self.secrets)
@@ -209,9 +226,7 @@ class Cluster:
         )
         shared = {f"HEADRACE_{name.upper()}": str(value) for name, value in settings.items()}
         self.schedulers = [Service(self, "scheduler", index, shared) for index in range(schedulers)]
-        self.workers = [
-            Service(self, "worker", index, shared | {"HEADRACE_MODEL": MODEL}) for index in range(workers)
-        ]
+        self.workers = [Service(self, "worker", index, shared | {"HEADRACE_MODEL": MODEL}) for index in range(workers)]
         self.gateways = [Gateway(self, index, shared) for index in range(gateways)]
         url = {"HEADRACE_CLICKHOUSE_URL": f"chdb://{self.data.ledger}"}
         self.ledgers = [Service(self, "ledger", 0, shared | url)] if ledger else []
@@ -242,6 +257,17 @@ class Cluster:
             else:
                 service.start()
         await self.all_ready()
+        await self.whole()
+
+    async def whole(self) -> None:
+        """Wait until the scheduler counts on exactly those workers that are there, under their present names."""
+
+        async def counts() -> bool:
+            queue = await self.queue()
+            known = {beat.worker for beat in queue.workers if beat.state == "ready"} if queue else set()
+            return known == {worker.joined_as for worker in self.workers if worker.alive}
+
+        await until(counts, "the scheduler knows the workers")
 
     async def close(self) -> None:
         for service in self.services:
@@ -254,9 +280,9 @@ class Cluster:
         """Streams, the model, the tenant and its key: what an operator restores after the store was lost."""
         async with self.bus() as bus:
             await topology.ensure(bus)
-            await admin.put_manifest(bus, make_manifest("simulated", MODEL, 1_048_576))
-            await admin.create_tenant(bus, TENANT, self.limits)
-            await admin.keep_key(bus, admin.read_pepper(self.data.pepper), self.key, TENANT, admin=False)
+            await registry.put_manifest(bus, make_manifest("simulated", MODEL, 1_048_576))
+            await registry.create_tenant(bus, TenantRecord(name=TENANT, limits=self.limits))
+            await registry.keep_key(bus, admin.read_pepper(self.data.pepper), self.key, TENANT, admin=False)
 
     # What is on the bus --------------------------------------------------------------------------------------
 
@@ -275,6 +301,17 @@ class Cluster:
         async with self.bus() as bus:
             found = [_attempt.decode(message.data) async for message in bus.read(topology.ATTEMPTS, subject)]
         return sorted(found, key=lambda event: (event.request_id, event.attempt))
+
+    async def usage(self) -> UsageRow:
+        """What the ledger has of all tenants, over all time; nothing while it is away."""
+        question = UsageQuery(from_at_ms=0, to_at_ms=4_102_444_800_000, by=["model"])
+        async with self.bus() as bus:
+            try:
+                answer = _usage.decode(await bus.request(subjects.USAGE, msgspec.json.encode(question), timeout_s=10))
+            except BusError:
+                return UsageRow()
+        assert not answer.error, answer.error
+        return answer.rows[0] if answer.rows else UsageRow()
 
     async def newest(self) -> int:
         """Sequence of the newest terminal event; for ``events_since``."""
@@ -347,6 +384,17 @@ class Cluster:
             return owners[0] if len(owners) == 1 else None
 
         found: Service = await until(find, "a scheduler owns the model")
+        return found
+
+    async def worker_of(self, request_id: str) -> Service:
+        """The worker that holds the request, as the scheduler has heard."""
+
+        async def find() -> Service | None:
+            queue = await self.queue()
+            names = [beat.worker for beat in queue.workers for one in beat.held if one.request_id == request_id]
+            return next((worker for worker in self.workers if names and worker.joined_as == names[0]), None)
+
+        found: Service = await until(find, f"a worker holds {request_id}")
         return found
 
     async def busy_worker(self) -> Service:

@@ -106,7 +106,9 @@ async def test_between_publish_and_queue(cluster: Cluster, stream: bool) -> None
         message = envelope(request_id, stream=stream, publish_by_ms=answer.publish_by_ms)
         await bus.store(subjects.request(MODEL, TENANT), _envelope.encode(message), msg_id=request_id)
         cancel = asyncio.create_task(
-            bus.request(subjects.cancel(MODEL, TENANT), _cancel.encode(CancelRequest(request_id=request_id)), timeout_s=5)
+            bus.request(
+                subjects.cancel(MODEL, TENANT), _cancel.encode(CancelRequest(request_id=request_id)), timeout_s=5
+            )
         )
         await asyncio.sleep(0.2)
         scheduler.thaw()

@@ -45,9 +45,7 @@ async def test_a_frozen_worker_that_wakes_up_changes_nothing(cluster: Cluster) -
         await call.done()
         assert call.complete and call.text == counted(250), call.story()
     await until(lambda: frozen.says("evicted") == evictions[frozen.name] + 1, "it was told")
-    await cluster.quiet()
-    queue = await cluster.queue()
-    assert queue is not None and len(queue.workers) == 2
+    await cluster.whole()
     events = await cluster.events_since(before)
     lost = [event for event in events if event.outcome == "lost"]
     completed = [event for event in events if event.outcome == "completed"]
@@ -215,4 +213,3 @@ async def test_a_loaded_event_loop_is_no_dead_worker(cluster: Cluster) -> None:
         await call.done()
         assert call.complete and call.text == counted(250), call.story()
     assert not [event for event in await cluster.events_since(before) if event.outcome == "lost"]
-

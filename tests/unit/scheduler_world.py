@@ -93,6 +93,7 @@ class World:
         self.workers: list[FakeWorker] = []
         self.answers: dict[str, AdmissionAnswer] = {}
         self.frames: dict[str, list[Frame]] = {}
+        self.quarantined: dict[str, ev.Quarantine] = {}
         self.cancel_answers: list[CancelAnswer] = []
         self.asked: dict[str, AdmissionRequest] = {}
         self.unpublished: list[str] = []
@@ -168,6 +169,10 @@ class World:
                 self.pending.append(lambda: self.requests.pop(seq, None) and None)
             case ev.DeleteWork(seq):
                 self.pending.append(lambda: self.work.pop(seq, None) and None)
+            case ev.Quarantine():
+                self.quarantined[effect.envelope.request_id] = effect
+                self.pending.append(lambda: self.requests.pop(effect.request_seq, None) and None)
+                self.pending.append(lambda: self.work.pop(effect.work_seq, None) and None)
             case ev.StoreTerminal(event):
                 self.pending.append(lambda: self.store_attempt(event))
             case ev.StoreWork():

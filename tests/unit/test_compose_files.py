@@ -11,10 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from compose.config import USERS, Secrets
+from compose import nats_users
+from compose.config import Secrets
 from compose.processes import nats_server
 from compose.up import write_nats_configuration
 from contracts.config import ServiceConfig
+from contracts.permissions import ROLES
 from gateway.config import GatewayConfig
 from ledger.config import LedgerConfig
 from scheduler.config import SchedulerConfig
@@ -57,13 +59,18 @@ def test_the_image_is_made_of_files_that_exist() -> None:
         assert (COMPOSE.parent / path).exists(), path
 
 
+def test_the_users_of_the_containers_are_those_of_the_contracts() -> None:
+    made = nats_users.users({role: nats_users.variable(role) for role in ROLES}, {})
+    assert (COMPOSE / nats_users.FILE).read_text() == made, "run: headrace nats-config > compose/nats-users.conf"
+
+
 def test_nats_takes_its_configuration_both_ways(tmp_path: Path) -> None:
     """Variables from the file (headrace up) and from the environment (containers), awkward passwords included."""
     password = "1e5"
-    secrets = Secrets(key="k", admin_key="a", nats_passwords=dict.fromkeys(USERS, password))
+    secrets = Secrets(key="k", admin_key="a", nats_passwords=dict.fromkeys(ROLES, password))
     write_nats_configuration(tmp_path / "nats.conf", "127.0.0.1:-1", tmp_path / "a", secrets)
     variables = {"HEADRACE_NATS_LISTEN": "127.0.0.1:-1", "HEADRACE_NATS_STORE": str(tmp_path / "b")}
-    variables |= {f"HEADRACE_NATS_PASSWORD_{user.upper()}": f'"{password}"' for user in USERS}
+    variables |= {f"HEADRACE_NATS_PASSWORD_{role.upper()}": f'"{password}"' for role in ROLES}
     for number, (path, environment) in enumerate(((tmp_path / "nats.conf", {}), (COMPOSE / "nats.conf", variables))):
         log = tmp_path / f"{number}.log"
         process = subprocess.Popen([nats_server(), "-c", str(path), "-l", str(log)], env=dict(os.environ) | environment)

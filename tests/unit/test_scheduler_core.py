@@ -259,7 +259,34 @@ def test_a_request_that_kills_two_workers_is_quarantined() -> None:
         worker.alive = False
         silence(made)
     assert ERROR.decode(made.frames[request_id][-1].data).code == "request_quarantined"
+    run_pending(made)
     assert made.core.memory.ended(request_id) and not made.work
+    kept = made.quarantined[request_id]
+    assert kept.work_seq and kept.last.attempt == 2 and "ended 2 workers" in kept.reason
+
+
+def test_a_death_beside_a_suspect_without_a_token_is_not_put_down_to_its_neighbours() -> None:
+    """The innocent was a suspect, too; it has had its token when the guilty one kills the next worker."""
+    made = world()
+    ids = [submit(made, stream=False), submit(made, stream=False)]
+    for _ in range(2):
+        worker = worker_of(made, slots=2)
+        run_pending(made)
+        pull(made, worker)
+        for key in list(worker.running):
+            if key[0] == ids[0]:
+                worker.running[key] = Progress(request_id=key[0], attempt=key[1], completion_tokens=1)
+        made.feed(ev.WorkerSeen(worker.beat()))
+        run_pending(made)
+        pull(made, worker)
+        made.feed(ev.WorkerSeen(worker.beat()))
+        assert len(worker.running) == 2
+        worker.alive = False
+        silence(made)
+    run_pending(made)
+    assert list(made.quarantined) == [ids[1]]
+    innocent = made.core.requests[ids[0]]
+    assert innocent.state is State.QUEUED and innocent.deaths == 1 and innocent.attempt == 2
 
 
 def test_no_worker_holds_two_suspects_before_their_first_token() -> None:

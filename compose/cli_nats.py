@@ -1,0 +1,46 @@
+"""``headrace nats-config``: users and permissions of the bus, for its operator."""
+
+import os
+import secrets
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from compose.config import ComposeError, DataDir
+
+
+def nats_config(
+    tenant: Annotated[str | None, typer.Option(help="The user of this tenant's own services instead.")] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Stack whose server gets the tenant's user; the address of the bus is printed.")
+    ] = None,
+) -> None:
+    """Print the users block of the NATS configuration, or admit a tenant's services to the bus.
+
+    Without --tenant: all services, each with what it needs and no more; passwords are variables. With --tenant: one
+    more user, who may submit, cancel and read for that tenant alone. With --data-dir the stack there keeps the user, and
+    a running server takes it at once.
+    """
+    from compose import nats_users
+    from contracts import permissions, subjects
+
+    if tenant is None:
+        print(nats_users.users({role: nats_users.variable(role) for role in permissions.ROLES}, {}), end="")
+        return
+    try:
+        user = permissions.user_of_tenant(tenant)
+    except subjects.InvalidName as error:
+        raise ComposeError(f"this tenant cannot be a user: {error}") from error
+    if data_dir is None:
+        print(nats_users.tenant_block(tenant, secrets.token_hex(24)), end="")
+        return
+    directory = DataDir(data_dir)
+    run = directory.read_run()
+    kept = directory.secrets(tenant)
+    nats_users.write(directory.nats, kept.nats_passwords, kept.nats_tenants)
+    if not run.pids.get("nats"):
+        raise ComposeError("the stack uses a server that is not its own; print the block without --data-dir")
+    os.kill(run.pids["nats"][0], signal.SIGHUP)  # The server reads its configuration again.
+    print(f"nats://{user}:{kept.nats_tenants[tenant]}@{run.nats_url.rpartition('@')[2]}")

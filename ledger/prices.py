@@ -1,0 +1,106 @@
+"""Keeps the table ``prices`` the same as the bucket PRICES, which is what counts.
+
+A difference is written with an edition above all that the table holds, so any number of ledgers may do it.
+"""
+
+import asyncio
+from datetime import date
+
+import msgspec
+import structlog
+
+from contracts import topology
+from contracts.bus import Bus, BusError, KvEntry, Watch
+from contracts.messages import Codec, Price
+from ledger import queries
+from ledger.store import Store, StoreError
+
+log = structlog.get_logger(__name__)
+
+SWEEP_S = 60.0
+RETRY_S = 1.0
+PRICE_MAX = 10**12
+"""A million of the currency's units for a million tokens; more is a slip, and sums must not overflow."""
+
+_prices: Codec[Price] = Codec(Price)
+
+Row = tuple[str, str, str, str, int, int, int, int]
+
+
+class Prices:
+    """``start`` returns when the table is up to date for the first time; ``run`` keeps it so."""
+
+    def __init__(self, bus: Bus, store: Store) -> None:
+        self._bus = bus
+        self._store = store
+        self._rows: dict[str, Row] = {}
+        self._changed = asyncio.Event()
+        self._watch: Watch | None = None
+
+    @property
+    def currency(self) -> str:
+        """Empty while there are no prices."""
+        return next((row[3] for row in self._rows.values()), "")
+
+    async def start(self) -> None:
+        self._watch = await self._bus.kv_watch(topology.PRICES, self._take)
+        try:
+            await self._write()
+        except StoreError as error:
+            log.warning("prices_not_written", error=str(error))
+            self._changed.set()
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await asyncio.wait_for(self._changed.wait(), SWEEP_S)
+            except TimeoutError:
+                pass
+            self._changed.clear()
+            try:
+                await self._write()
+            except (StoreError, BusError) as error:
+                log.warning("prices_not_written", error=str(error))
+                self._changed.set()
+                await asyncio.sleep(RETRY_S)
+
+    async def close(self) -> None:
+        if self._watch is not None:
+            await self._watch.close()
+
+    def _take(self, key: str, entry: KvEntry | None) -> None:
+        self._rows.pop(key, None)
+        if entry is not None:
+            try:
+                self._rows[key] = row(_prices.decode(entry.value))
+            except (msgspec.MsgspecError, ValueError) as error:
+                log.error("price_unreadable", key=key, reason=str(error))
+        self._changed.set()
+
+    async def _write(self) -> None:
+        """Raises StoreError."""
+        present = set(await self._store.select(queries.PRICES))
+        wanted = set(self._rows.values())
+        gone = {each[:3] for each in present} - {each[:3] for each in wanted}
+        if present == wanted:
+            return
+        [(edition,)] = await self._store.select(queries.PRICES_EDITION)
+        changed = [(each, 0) for each in wanted - present] + [(each, 1) for each in present if each[:3] in gone]
+        await self._store.insert_prices(
+            [
+                (model, tier, date.fromisoformat(day), *rest, edition + 1, is_gone)
+                for (model, tier, day, *rest), is_gone in changed
+            ]
+        )
+
+
+def row(price: Price) -> Row:
+    """The price as the table holds it; raises ValueError when it cannot be one."""
+    if not "1970-01-01" < date.fromisoformat(price.valid_from).isoformat() < "2149-01-01":
+        raise ValueError("the day is out of range")
+    figures = (price.input, price.cached_input, price.output, price.reasoning)
+    if not all(0 <= figure <= PRICE_MAX for figure in figures):
+        raise ValueError("a price is negative or absurd")
+    if not price.currency:
+        raise ValueError("there is no currency")
+    return (price.model, price.tier, price.valid_from, price.currency, *figures)

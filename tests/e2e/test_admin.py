@@ -1,0 +1,164 @@
+"""The admin surface: limits that are changed by command line or HTTP hold within a second; fallback; live queues."""
+
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import Stack, StartStack, until
+
+HELLO = [{"role": "user", "content": "one two three"}]
+
+
+@pytest.fixture(scope="module")
+def admin(stack: Stack) -> Any:
+    with stack.client(stack.run.admin_key) as client:
+        yield client
+
+
+def ask(client: httpx.Client, model: str, **fields: Any) -> httpx.Response:
+    return client.post("/v1/chat/completions", json={"model": model, "messages": HELLO, "max_tokens": 2} | fields)
+
+
+def new_key(stack: Stack, tenant: str) -> str:
+    key: str = stack.cli_json("key", "create", tenant)["key"]
+    with stack.client(key) as client:
+        until(lambda: client.get("/v1/models").status_code == 200, "the key works")
+    return key
+
+
+def test_only_admin_keys_get_in(stack: Stack) -> None:
+    with stack.client() as client:
+        refused = client.get("/admin/v1/tenants")
+        assert refused.status_code == 403 and refused.json()["error"]["code"] == "permission_denied"
+        assert client.get("/admin/v1/tenants", headers={"Authorization": "Bearer x"}).status_code == 401
+
+
+def test_tenants_and_keys_over_http(stack: Stack, admin: httpx.Client) -> None:
+    body = {"name": "by-http", "limits": {"rpm": 3}, "weight": 2}
+    made = admin.post("/admin/v1/tenants", json=body)
+    assert made.status_code == 201, made.text
+    assert (made.json()["limits"]["rpm"], made.json()["limits"]["input_tpm"], made.json()["weight"]) == (3, None, 2)
+    assert admin.post("/admin/v1/tenants", json=body | {"weight": 3}).status_code == 409
+    key = admin.post("/admin/v1/keys", json={"tenant": "by-http"})
+    assert key.status_code == 201 and key.json()["key"].startswith("hr_")
+    with stack.client(key.json()["key"]) as client:
+        until(lambda: client.get("/v1/models").status_code == 200, "the key works", 2)
+        assert admin.delete(f"/admin/v1/keys/{key.json()['id']}").json()["revoked_at_ms"] > 0
+        until(lambda: client.get("/v1/models").status_code == 401, "the key is revoked", 2)
+    assert "by-http" in [t["name"] for t in admin.get("/admin/v1/tenants").json()["data"]]
+    assert "hr_" not in admin.get("/admin/v1/keys").text
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"limits": {"rmp": 3}}, 400),
+        ({"weight": 0}, 400),
+        ({"weight": "many"}, 400),
+        ({"priorities": []}, 400),
+        ({"limits": {"rpm": -1}}, 400),
+        ({"models": ["a\nb"]}, 400),
+    ],
+)
+def test_nonsense_changes_nothing(admin: httpx.Client, body: dict[str, Any], status: int) -> None:
+    before = admin.get("/admin/v1/tenants/demo").json()
+    answer = admin.patch("/admin/v1/tenants/demo", json=body)
+    assert answer.status_code == status and answer.json()["error"]["message"], answer.text
+    assert admin.get("/admin/v1/tenants/demo").json() == before
+    assert admin.patch("/admin/v1/tenants/nobody", json={}).status_code == 404
+
+
+def test_changed_limits_hold_within_a_second(stack: Stack, admin: httpx.Client) -> None:
+    stack.cli_json("tenant", "create", "limited")
+    with stack.client(new_key(stack, "limited")) as client:
+        assert ask(client, stack.model).status_code == 200
+        admin.patch("/admin/v1/tenants/limited", json={"limits": {"output_tpm": 10}}).raise_for_status()
+
+        def refused() -> bool:
+            answer = ask(client, stack.model, max_tokens=50)
+            return answer.status_code == 400 and answer.json()["error"]["code"] == "request_exceeds_limit"
+
+        until(refused, "the lowered limit holds", 1)
+        assert stack.cli_json("tenant", "set", "limited", "--output-tpm", "none")["limits"]["output_tpm"] is None
+        until(lambda: ask(client, stack.model, max_tokens=50).status_code == 200, "it is lifted", 1)
+        stack.cli_json("tenant", "set", "limited", "--disable")
+        until(lambda: ask(client, stack.model).status_code == 401, "a disabled tenant is out", 1)
+
+
+def test_two_gateways_admit_exactly_one_of_ten(start_stack: StartStack) -> None:
+    stack = start_stack("--gateways", "2")
+    stack.cli_json("tenant", "create", "tight", "--output-tpm", "200")
+    key = new_key(stack, "tight")
+    urls = [*stack.run.gateway_urls] * 5
+    answers: list[httpx.Response] = []
+
+    def one(url: str) -> None:
+        with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, trust_env=False) as client:
+            script = {"tokens": ["x"] * 40, "itl_ms": 1, "ttft_ms": 3000}
+            answers.append(ask(client, stack.model, max_tokens=120, simulate=script))
+
+    threads = [threading.Thread(target=one, args=(url,)) for url in urls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    codes = sorted(answer.status_code for answer in answers)
+    assert codes == [200] + [429] * 9
+    for answer in answers:
+        assert answer.headers["x-ratelimit-limit-tokens"] == "200"
+        if answer.status_code == 429:
+            assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+            assert 1 <= int(answer.headers["retry-after"]) <= 60
+    with stack.client(key) as client:
+        after = ask(client, stack.model, max_tokens=150)
+        assert after.status_code == 200, "used 40 of 120: about 160 are free again at once"
+        assert ask(client, stack.model, max_tokens=150).status_code == 429
+
+
+def test_an_overloaded_model_falls_back_where_the_tenant_permits_it(start_stack: StartStack) -> None:
+    stack = start_stack("--model", "main", "--model", "spare", "--sim-slots", "1")
+    limits = stack.cli_json("model", "limits", "main", "--queued-requests", "0", "--fallbacks", "spare")
+    assert (limits["limits"]["queued_requests"], limits["fallbacks"]) == (0, ["spare"])
+    with stack.client() as client:
+        until(lambda: ask(client, "main").status_code == 529, "the queue is closed", 2)
+        stack.cli_json("tenant", "set", "demo", "--fallback")
+        answer = until(lambda: (a := ask(client, "main")).status_code == 200 and a, "the fallback answers", 2)
+        assert answer.json()["model"] == "spare"
+        stream = ask(client, "main", stream=True)
+        assert '"model":"spare"' in stream.text and stream.text.rstrip().endswith("[DONE]")
+        assert ask(client, "main", max_tokens=2_000_000).status_code == 400
+
+    def booked() -> list[dict[str, Any]]:
+        return [row for row in stack.cli_json("usage", "--by", "model")["data"] if row["model"] == "spare"]
+
+    assert until(booked, "the ledger says which model answered")[0]["requests"] == 2
+
+
+def test_live_queues_show_who_waits(start_stack: StartStack) -> None:
+    stack = start_stack("--sim-slots", "1")
+    with stack.client(stack.run.admin_key) as admin:
+        threads = [threading.Thread(target=lambda: _slow(stack)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+
+        def line() -> dict[str, Any] | None:
+            (queue,) = admin.get("/admin/v1/queues").json()["data"]
+            if (queue["running"], queue["waiting"]) != (1, 2):
+                return None
+            tenant: dict[str, Any] = queue["tenants"][0]
+            return tenant
+
+        tenant = until(line, "one runs, two wait")
+        assert (tenant["tenant"], tenant["running"], tenant["waiting"]) == ("demo", 1, 2)
+        assert tenant["reserved_tokens"] == 3 * (7 + 100)
+        shown = stack.cli("queue")
+        assert "demo" in shown.stdout
+        for thread in threads:
+            thread.join()
+
+
+def _slow(stack: Stack) -> None:
+    with stack.client() as client:
+        assert ask(client, stack.model, max_tokens=100).status_code == 200

@@ -1,0 +1,23 @@
+"""``python -m tests.explore --seconds N``: search for as long as one likes; exit 1 with a history when a rule breaks."""
+
+import argparse
+import sys
+
+from tests.explore.parts import Parts
+from tests.explore.search import Found, explore
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--seconds", type=float, default=300.0)
+    try:
+        for level in explore(Parts(), arguments.parse_args().seconds):
+            print(level, flush=True)
+    except Found as found:
+        print(f"BROKEN: {found}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

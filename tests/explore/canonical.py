@@ -1,0 +1,157 @@
+"""One form for equal states: instants become distances from now, and what only reports or counts is left out.
+
+Left out: histories and metrics; the drain rate and fairness counters (one tenant without limits: they decide
+nothing); times that are only written into terminal events. Plain dicts and sets are taken as unordered.
+"""
+
+import enum
+import re
+from collections import OrderedDict, deque
+from types import FunctionType, MethodType
+from typing import Any
+
+import msgspec
+
+from contracts.messages import Message
+from scheduler.core import Core
+from tests.explore.records import BASE_MS, LOST_TICKS
+
+FAR_MS = 30_000
+"""Instants further ahead than any timer of a history."""
+OLD_MS = -6_000
+"""Instants longer ago than any timer looks back."""
+
+_LEFT_OUT = frozenset(
+    "history _history _effects _handlers drain bookings counter _order _active _last_leaver outcomes refusals lost_workers "
+    "settings _settings _bounds manifest tick admitted_at_ms ended_at_ms first_token_at_ms error_message "
+    "charged".split()
+)
+_UNORDERED = frozenset(("cancel_waiters", "askers"))
+_REPORT = re.compile(rb'"(?:admitted|ended|first_token)_at_ms":\d+,?|"error_message":"[^"]*",?')
+_DISPATCHED = re.compile(rb'"dispatched_at_ms":\d+,?')
+_INSTANT = re.compile(rb"\b10000\d{8}\b")
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def _reduced(data: bytes) -> bytes:
+    text = _REPORT.sub(b"", data)
+    return _DISPATCHED.sub(b"", text) if b'"outcome"' in text else text
+
+
+def near(instant: int, now: int) -> int:
+    """``instant`` as a distance from ``now``, cut off beyond every timer."""
+    return max(OLD_MS, min(FAR_MS, instant - now))
+
+
+def form(state: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """The state's shape, with instants taken out, and the instants."""
+    walk = _Walk(state)
+    return tuple(walk.shape), tuple(walk.times)
+
+
+class _Walk:
+    def __init__(self, state: Any) -> None:
+        self.shape: list[Any] = []
+        self.times: list[int] = []
+        self._tick = state.pool.tick if isinstance(state, Core) else 0
+        self._visit(state)
+
+    def _visit(self, value: Any) -> None:
+        kind = type(value)
+        if kind is int:
+            if value >= BASE_MS and value < BASE_MS + 10**8:
+                self.shape.append("@")
+                self.times.append(value)
+            else:
+                self.shape.append(value)
+        elif kind in (str, bytes, bool, float) or value is None:
+            self.shape.append(value)
+        elif kind in (list, tuple, deque):
+            self.shape.append(len(value))
+            for item in value:
+                self._visit(item)
+        elif isinstance(value, OrderedDict):
+            self._pairs(list(value.items()))
+        elif isinstance(value, dict):
+            self._pairs(sorted(value.items(), key=lambda pair: repr(pair[0])))
+        elif isinstance(value, (set, frozenset)):
+            self.shape.append(tuple(sorted(map(repr, value))))
+        elif isinstance(value, enum.Enum):
+            self.shape.append(value.value)
+        elif isinstance(value, msgspec.Raw):
+            self.shape.append(bytes(value))
+        elif isinstance(value, Message):
+            self._message(value)
+        elif isinstance(value, (FunctionType, MethodType)):
+            pass
+        else:
+            self._attributes(value)
+
+    def _message(self, value: Message) -> None:
+        text = _reduced(_encode(value))
+        self.times += map(int, _INSTANT.findall(text))
+        self.shape.append(_INSTANT.sub(b"@", text))
+
+    def _pairs(self, pairs: list[tuple[Any, Any]]) -> None:
+        self.shape.append(len(pairs))
+        for key, value in pairs:
+            self._visit(key)
+            self._visit(value)
+
+    def _attributes(self, value: Any) -> None:
+        self.shape.append(type(value).__name__)
+        for name in _names_of(value):
+            if name in _LEFT_OUT:
+                continue
+            inner = getattr(value, name)
+            if name == "last_tick":
+                self.shape.append(min(LOST_TICKS + 1, self._tick - inner))
+            elif name == "evicted":
+                self.shape.append(tuple(sorted(inner)))
+            elif name == "_holders":
+                held = [(k, min(LOST_TICKS + 1, self._tick - t), tuple(sorted(r))) for k, (t, r) in inner.items()]
+                self.shape.append(tuple(sorted(held)))
+            elif name in ("_deadlines", "_lapses"):
+                self._visit(sorted(inner))
+            elif name in _UNORDERED:
+                self.shape.append(tuple(sorted(set(map(repr, inner)))))
+            else:
+                self._visit(inner)
+
+
+_names: dict[type, tuple[str, ...]] = {}
+
+
+def _names_of(value: Any) -> tuple[str, ...]:
+    kind = type(value)
+    if kind not in _names:
+        if isinstance(value, msgspec.Struct):
+            _names[kind] = value.__struct_fields__
+        elif hasattr(value, "__dict__"):
+            return tuple(sorted(value.__dict__))
+        else:
+            _names[kind] = tuple(kind.__slots__)
+    return _names[kind]
+
+
+_settled: dict[tuple[bytes, int], bytes] = {}
+
+
+def settled(data: bytes, now: int) -> bytes:
+    """Encoded messages with their instants as distances, and without what only reports."""
+    known = _settled.get((data, now))
+    if known is None:
+        known = _INSTANT.sub(lambda found: b"%d" % near(int(found[0]), now), _reduced(data))
+        _settled[data, now] = known
+    return known
+
+
+def flat(value: Any, now: int) -> Any:
+    """A record or message with all encoded messages inside it settled."""
+    if type(value) is bytes:
+        return settled(value, now)
+    if isinstance(value, tuple):
+        return tuple([flat(item, now) for item in value])
+    return value

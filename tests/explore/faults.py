@@ -1,0 +1,205 @@
+"""What may go wrong, and what a caller may do: at any step, within the history's budget."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from tests.explore import gateway, schedulers, workers
+from tests.explore.records import Action, Key, Message, Op
+
+if TYPE_CHECKING:
+    from tests.explore.world import World
+
+
+def faults(world: "World") -> Iterator[Action]:
+    """All that may go wrong now."""
+    if world.leaves:
+        for asked in world.gate.asked:
+            if asked.ending is None and asked.phase != "idle" and world.gate.up == "up":
+                yield "leave", asked.rid
+    if not world.faults:
+        return
+    for message in dict.fromkeys(world.net):
+        for kind in ("lose", "delay", "double"):
+            yield kind, message
+    yield from _of_schedulers(world)
+    yield from _of_workers(world)
+    if world.gate.up == "up" and any(asked.phase not in ("idle", "over") for asked in world.gate.asked):
+        yield "crash", "g"
+        yield "freeze", "g"
+        for asked in world.gate.asked:
+            if asked.phase == "storing":
+                for how in ("never stored", "stored", "stored late"):
+                    yield "publish unconfirmed", asked.rid, how
+
+
+def _of_schedulers(world: "World") -> Iterator[Action]:
+    for slot, sched in enumerate(world.scheds):
+        if sched.up != "up" or sched.state < 0:
+            continue
+        yield "crash", sched.name
+        yield "freeze", sched.name
+        for effect in dict.fromkeys(sched.todo):
+            if effect[0] == "work" and schedulers.item_of(world, slot, effect) and world.held(sched):
+                for how in ("stored", "stored late"):
+                    yield "work unconfirmed", slot, effect, how
+            elif effect[0] == "end" and world.held(sched):
+                yield "end stored late", slot, effect
+        if sched.phase == "owner" and world.work:
+            yield "sweep", slot
+        if any(request[0] in world.consumed for request in world.requests):
+            yield "redeliver requests", slot
+
+
+def _of_workers(world: "World") -> Iterator[Action]:
+    for slot, worker in enumerate(world.workers):
+        if worker.up != "up":
+            continue
+        yield "crash", f"w{slot}"
+        yield "freeze", f"w{slot}"
+        for effect in worker.todo:
+            if effect[0] == "store":
+                yield "event stored late", slot, effect
+            elif effect[0] == "ack":
+                yield "lose ack", slot, effect
+        for run in worker.runs:
+            if not run.stopping:
+                yield "engine dies", slot, run.key
+                yield "engine refuses", slot, run.key
+        if worker.name and any(item[0] in worker.delivered for item in world.work):
+            yield "redeliver work", slot
+        if worker.name and (worker.runs or worker.todo):
+            yield "delay beat", slot
+
+
+def _fault(step: Callable[..., None]) -> Callable[..., None]:
+    def counted(world: "World", *arguments: object) -> None:
+        world.faults -= 1
+        step(world, *arguments)
+
+    return counted
+
+
+def _leave(world: "World", rid: str) -> None:
+    world.leaves -= 1
+    gateway.leave(world, rid)
+
+
+def _crash(world: "World", name: str) -> None:
+    """All that only the process knew is gone; it starts anew at the next tick (a gateway: without its streams)."""
+    if name == "g":
+        for asked in world.gate.asked:
+            if asked.ending is None:
+                gateway.end(world, asked.rid, "gone")
+            gateway.update(world, asked.rid, phase="over", cancel="", questions=())
+        world.gate = world.gate._replace(up="down")
+    elif name[0] == "w":
+        world.set_worker(
+            int(name[1:]),
+            **{"name": "", "up": "down", "since": world.now, "runs": (), "kept": (), "delivered": frozenset()},
+            **{"todo": (), "beat": False, "rebuild": False, "started": frozenset(), "denied": frozenset()},
+        )
+    else:
+        schedulers.depose(world, int(name[1:]))
+        world.set_sched(int(name[1:]), up="down")
+
+
+def _freeze(world: "World", name: str) -> None:
+    if name == "g":
+        world.gate = world.gate._replace(up="frozen", since=world.now)
+    elif name[0] == "w":
+        world.set_worker(int(name[1:]), up="frozen", since=world.now)
+    else:
+        world.set_sched(int(name[1:]), up="frozen", since=world.now)
+
+
+def _delay(world: "World", message: Message) -> None:
+    world.take_off(message)
+    world.late = (*world.late, (world.now, message))
+
+
+def _double(world: "World", message: Message) -> None:
+    world.late = (*world.late, (world.now, message))
+
+
+def _publish_unconfirmed(world: "World", rid: str, how: str) -> None:
+    data = gateway.envelope_of(world, rid)
+    if how == "stored":
+        world.store_request(rid, data)
+    elif how == "stored late":
+        world.late = (*world.late, (world.now, ("store request", rid, data)))
+    gateway.unconfirmed(world, rid)
+
+
+def _work_unconfirmed(world: "World", slot: int, effect: Op, how: str) -> None:
+    """The store times out, though the item is stored, or will be."""
+    item = schedulers.item_of(world, slot, effect)
+    assert item is not None
+    _, rid, attempt, worker, *_ = effect
+    schedulers.remove(world, slot, "todo", effect)
+    if how == "stored":
+        world.store_work(rid, attempt, worker, item)
+    else:
+        world.late = (*world.late, (world.now, ("store work", rid, attempt, worker, item)))
+    schedulers.feed(world, slot, ("work_refused", rid, attempt, False))
+
+
+def _end_stored_late(world: "World", slot: int, effect: Op) -> None:
+    """A copy is on its way; the task tries again."""
+    world.late = (*world.late, (world.now, ("store end", *effect[1:])))
+
+
+def _event_stored_late(world: "World", slot: int, effect: Op) -> None:
+    _, key, data = effect
+    world.late = (*world.late, (world.now, ("store end", *key, data)))
+
+
+def _engine_dies(world: "World", slot: int, key: Key) -> None:
+    workers.end_run(world, slot, key, "death")
+
+
+def _engine_refuses(world: "World", slot: int, key: Key) -> None:
+    workers.end_run(world, slot, key, "refusal")
+
+
+def _redeliver_work(world: "World", slot: int) -> None:
+    """After a reconnect the consumer is made anew: all that is not acknowledged comes again."""
+    world.set_worker(slot, delivered=frozenset())
+
+
+def _redeliver_requests(world: "World", slot: int) -> None:
+    world.consumed = frozenset()
+
+
+def _delay_beat(world: "World", slot: int) -> None:
+    """A heartbeat of now that arrives later."""
+    worker = world.workers[slot]
+    data = world.parts.worker.facts[worker.state][3]
+    for number, sched in enumerate(world.scheds):
+        if sched.state >= 0:
+            world.late = (*world.late, (world.now, ("beat", number, sched.epoch, worker.name, data)))
+
+
+STEPS: dict[str, Callable[..., None]] = {
+    "leave": _leave,
+    **{
+        name: _fault(step)
+        for name, step in {
+            "crash": _crash,
+            "freeze": _freeze,
+            "lose": lambda world, message: world.take_off(message),
+            "delay": _delay,
+            "double": _double,
+            "publish unconfirmed": _publish_unconfirmed,
+            "work unconfirmed": _work_unconfirmed,
+            "end stored late": _end_stored_late,
+            "event stored late": _event_stored_late,
+            "lose ack": workers.remove,
+            "engine dies": _engine_dies,
+            "engine refuses": _engine_refuses,
+            "redeliver work": _redeliver_work,
+            "redeliver requests": _redeliver_requests,
+            "delay beat": _delay_beat,
+            "sweep": schedulers.sweep,
+        }.items()
+    },
+}

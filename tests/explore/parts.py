@@ -1,0 +1,392 @@
+"""The production cores as automata: a state is a number, a step is (state, operation, now) -> (state, outputs).
+
+Every step is made once: its result is remembered. States are kept pickled, and two that agree in
+``canonical.form`` are one. Operations and outputs are tuples with encoded messages, as the bus carries them.
+"""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from contracts.messages import (
+    AdmissionRequest,
+    AttemptEvent,
+    CancelAttempt,
+    CancelRequest,
+    Codec,
+    ControlAnswer,
+    ControlRequest,
+    Epoch,
+    Frame,
+    FramesAnswer,
+    HolderHeartbeat,
+    Manifest,
+    RequestEnvelope,
+    StatusAnswer,
+    TenantRecord,
+    WorkerHeartbeat,
+    WorkItem,
+)
+from contracts.relay import AskFrames, AskStatus, Finish, Forward, Relay, RelaySettings
+from scheduler import events as ev
+from scheduler import views
+from scheduler.core import Core, Settings
+from tests.explore.canonical import form, near
+from tests.explore.records import LOST_TICKS, TICK_MS, Op, Violation
+from worker import events as wev
+from worker.core import WorkerCore
+from worker.engine import Counts, EngineFailure
+
+encode = msgspec.json.Encoder().encode
+ADMISSION = Codec[AdmissionRequest](AdmissionRequest)
+ENVELOPE = Codec[RequestEnvelope](RequestEnvelope)
+ITEM = Codec[WorkItem](WorkItem)
+EVENT = Codec[AttemptEvent](AttemptEvent)
+CANCEL = Codec[CancelRequest](CancelRequest)
+CONTROL = Codec[ControlRequest](ControlRequest)  # type: ignore[arg-type]
+CONTROLLED = Codec[ControlAnswer](ControlAnswer)
+BEAT = Codec[WorkerHeartbeat](WorkerHeartbeat)
+HOLDER = Codec[HolderHeartbeat](HolderHeartbeat)
+FRAME = Codec[Frame](Frame)
+FRAMES = Codec[FramesAnswer](FramesAnswer)
+STATUS = Codec[StatusAnswer](StatusAnswer)
+
+TENANT = "t"
+MANIFEST = Manifest(name="m", version="v1", engine="simulated", context=4096, default_output_tokens=4)
+SETTINGS = Settings(
+    publish_within_ms=3 * TICK_MS,
+    lapse_margin_ms=TICK_MS,
+    lost_ticks=LOST_TICKS,
+    cancel_repeat_ms=2 * TICK_MS,
+    unheld_ms=5 * TICK_MS,
+)
+RELAY = RelaySettings(
+    silence_ms=4 * TICK_MS,
+    silence_ms_max=6 * TICK_MS,
+    repair_again_ms=TICK_MS,
+    repair_ms_max=5 * TICK_MS,
+    status_again_ms=2 * TICK_MS,
+    unreachable_ms_max=20 * TICK_MS,
+    answer_ms_max=2 * TICK_MS,
+)
+"""As in production in their proportions: silence is longer than a loss, a repair longer than a takeover."""
+
+
+class Box:
+    """A worker's core and the counts that its engine writes."""
+
+    def __init__(self, core: WorkerCore) -> None:
+        self.core = core
+        self.counts: dict[tuple[str, int], Counts] = {}
+
+
+class Automaton:
+    """One kind of core. ``facts`` is what the world wants to know of a state without stepping it."""
+
+    def __init__(
+        self,
+        name: str,
+        apply: Callable[[Any, Op, int], list[Op]],
+        facts: Callable[[Any], Any],
+    ) -> None:
+        self._name = name
+        self._apply = apply
+        self._facts = facts
+        self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._shapes: dict[tuple[Any, ...], int] = {}
+        self._forms: list[tuple[int, tuple[int, ...]]] = []
+        self._blobs: list[bytes] = []
+        self._steps: dict[tuple[int, Op, int], tuple[int, tuple[Op, ...]]] = {}
+        self.facts: list[Any] = []
+
+    def add(self, core: Any) -> int:
+        shape, times = form(core)
+        key = (self._shapes.setdefault(shape, len(self._shapes)), times)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._blobs)
+            self._forms.append(key)
+            self._blobs.append(pickle.dumps(core, 5))
+            self.facts.append(self._facts(core))
+        return number
+
+    def step(self, state: int, op: Op, now: int) -> tuple[int, tuple[Op, ...]]:
+        key = (state, op, now)
+        known = self._steps.get(key)
+        if known is None:
+            core = pickle.loads(self._blobs[state])
+            try:
+                outputs = self._apply(core, op, now)
+            except Exception as error:
+                raise Violation("the core breaks", f"{self._name} at {op[:3]}: {error!r}") from error
+            known = self._steps[key] = (self.add(core), tuple(outputs))
+        return known
+
+    def form(self, state: int, now: int) -> tuple[Any, ...]:
+        """Equal for states that behave alike from ``now`` on."""
+        if state < 0:
+            return ()
+        shape, times = self._forms[state]
+        return (shape, *[near(instant, now) for instant in times])
+
+    def __len__(self) -> int:
+        return len(self._blobs)
+
+
+class Parts:
+    """The three automata; mutants take the place of the production cores."""
+
+    def __init__(
+        self,
+        *,
+        core: type[Core] = Core,
+        worker: type[WorkerCore] = WorkerCore,
+        relay: type[Relay] = Relay,
+    ) -> None:
+        self._core = core
+        self._worker = worker
+        self._relay = relay
+        self.core = Automaton("scheduler", _step_core, _core_facts)
+        self.worker = Automaton("worker", _step_worker, _worker_facts)
+        self.relay = Automaton("relay", _step_relay, lambda relay: relay.finished)
+        self._marks: dict[tuple[Any, int], int] = {}
+
+    def mark(self, value: Any, now: int, shape: Callable[[Any, int, "Parts"], Any]) -> int:
+        """A hash of a record's form at ``now``, worked out once."""
+        key = (value, now)
+        known = self._marks.get(key)
+        if known is None:
+            known = self._marks[key] = hash(shape(value, now, self))
+        return known
+
+    def new_core(self, revision: int, owner: str, now: int) -> int:
+        core = self._core(
+            model="m", owner=owner, epoch=Epoch(1, revision), manifest=MANIFEST, settings=SETTINGS, now_ms=now
+        )
+        core.step(ev.TenantChanged(TENANT, TenantRecord(name=TENANT)), now)
+        return self.core.add(core)
+
+    def new_worker(self) -> int:
+        return self.worker.add(Box(self._worker()))
+
+    def new_relay(self, *, stream: bool, now: int) -> int:
+        return self.relay.add(self._relay(stream=stream, now_ms=now, settings=RELAY))
+
+
+# The scheduler ---------------------------------------------------------------------------------------------
+
+
+def _core_facts(core: Core) -> tuple[int, ...]:
+    """(requests, what is reserved or counted though nothing is open, whether workers must still acknowledge)."""
+    pool = core.pool.workers.values()
+    leaks = (
+        core.admission.reserved_tokens
+        + core.admission.waiting
+        + len(core.queue)
+        + sum(worker.slots_reserved + worker.kv_reserved + len(worker.suspects) for worker in pool)
+        + sum(quota.open for quota in core.admission.quotas.values())
+        + sum(share.running + share.waiting for share in core.queue.shares.values())
+        + sum(len(held) for _, held in core._holders.values())
+        + len(core._cancelling)
+        + len(core._deferred)
+    )
+    return len(core.requests), leaks, core.pool.unacknowledged()
+
+
+def _core_event(op: Op) -> ev.Event:
+    match op:
+        case ("ask", data):
+            return ev.AdmissionAsked(ADMISSION.decode(data), ADMISSION.decode(data).request_id)
+        case ("request", seq, stored_at, data):
+            return ev.RequestStored(ENVELOPE.decode(data), seq, stored_at)
+        case ("found", seq, data):
+            return ev.WorkFound(ITEM.decode(data), seq)
+        case ("recovered",):
+            return ev.Recovered()
+        case ("work_stored", rid, attempt, seq):
+            return ev.WorkStored(rid, attempt, seq)
+        case ("work_refused", rid, attempt, missing):
+            return ev.WorkRefused(rid, attempt, missing)
+        case ("ended", data):
+            return ev.TerminalStored(EVENT.decode(data))
+        case ("cancel", rid, data):
+            return ev.CancelAsked(TENANT, CANCEL.decode(data), rid)
+        case ("controlled", rid, attempt, data):
+            return ev.ControlAnswered(rid, attempt, CONTROLLED.decode(data))
+        case ("status", rid):
+            return ev.StatusAsked(TENANT, rid, rid)
+        case ("beat", _, data):
+            return ev.WorkerSeen(BEAT.decode(data))
+        case ("holder", _, data):
+            return ev.HolderSeen(HOLDER.decode(data))
+        case ("tick",):
+            return ev.OwnTickSeen()
+        case ("time",):
+            return ev.TimePassed()
+    raise TypeError(op)
+
+
+def _step_core(core: Core, op: Op, now: int) -> list[Op]:
+    if op[0] == "item":  # What the shell asks before it stores an attempt.
+        effect = ev.StoreWork(**dict(zip(ev.StoreWork.__struct_fields__, op[1:], strict=True)))
+        request = core.awaits_work(effect)
+        if request is None:
+            return []
+        item = WorkItem(
+            epoch=core.epoch,
+            attempt=effect.attempt,
+            version=effect.version,
+            worker=effect.worker,
+            dispatched_at_ms=now,
+            request=msgspec.structs.replace(request.envelope, body=msgspec.Raw(b"{}")),
+        )
+        return [("item", encode(item))]
+    effects = core.step(_core_event(op), now)
+    views.check_invariants(core)
+    return [_core_output(effect) for effect in effects]
+
+
+def _core_output(effect: ev.Effect) -> Op:
+    match effect:
+        case ev.AnswerAdmission(handle, answer):
+            return "admission", handle, encode(answer)
+        case ev.AnswerCancel(handle, answer):
+            return "cancelled", handle, encode(answer)
+        case ev.AnswerStatus(handle, answer):
+            return "status", handle, encode(answer)
+        case ev.AckRequest(seq):
+            return "ack", seq
+        case ev.DeleteWork(seq):
+            return "delete", seq
+        case ev.StoreWork():
+            return "work", *msgspec.structs.astuple(effect)
+        case ev.Quarantine():
+            return "quarantine", effect.request_seq, effect.work_seq
+        case ev.StoreTerminal(event):
+            return "end", event.request_id, event.attempt, encode(event)
+        case ev.SendControl(worker, order):
+            return "control", worker, encode(order)
+        case ev.SendFrame(_, frame):
+            return "frame", frame.stream, encode(frame)
+    raise TypeError(effect)
+
+
+# The worker ------------------------------------------------------------------------------------------------
+
+
+def _worker_facts(box: Box) -> tuple[Any, ...]:
+    """(credit, slots, held, heartbeat)."""
+    core = box.core
+    beat = WorkerHeartbeat(
+        worker=core.worker,
+        model="m",
+        version="v1",
+        state=core.state,
+        epoch=core.epoch,
+        slots=core.slots,
+        kv_tokens=core.kv_tokens,
+        held=core.progress(),
+    )
+    return core.credit(), core.slots, core.held, encode(beat)
+
+
+_FAILURES = {
+    "": None,
+    "death": EngineFailure("engine_error", "died", retryable=True, engine_death=True),
+    "refusal": EngineFailure("invalid_request", "no"),
+}
+
+
+def _step_worker(box: Box, op: Op, now: int) -> list[Op]:
+    match op:
+        case ("token", key):
+            counts = box.counts[key]
+            counts.prompt_tokens = 1
+            counts.completion_tokens += 1
+            return []
+        case ("joined", name):
+            event: wev.Event = wev.Joined(worker=name)
+        case ("engine",):
+            event = wev.EngineStarted(slots=1, kv_tokens=1000)
+        case ("pulled", seq, data):
+            event = wev.WorkPulled(item=ITEM.decode(data), delivery=seq)
+        case ("control", asker, data):
+            event = wev.ControlAsked(request=CONTROL.decode(data), asker=asker)
+        case ("ended", key, frames, chunks, failure):
+            event = wev.AttemptEnded(key=key, frames=frames, chunks=chunks, failure=_FAILURES[failure])
+        case ("decided", key, won):
+            event = wev.EventDecided(key=key, won=won)
+        case _:
+            raise TypeError(op)
+    outputs = [_worker_output(box, effect) for effect in box.core.step(event, now)]
+    if problems := list(box.core.violations()):
+        raise AssertionError(problems)
+    return outputs
+
+
+def _worker_output(box: Box, effect: wev.Effect) -> Op:
+    match effect:
+        case wev.StartAttempt():
+            box.counts[effect.key] = effect.counts
+            return "start", effect.key
+        case wev.StopAttempt():
+            return "stop", effect.key
+        case wev.StoreEvent():
+            box.counts.pop(effect.key, None)
+            return "store", effect.key, encode(effect.event)
+        case wev.CloseStream():
+            key = (effect.item.request.request_id, effect.item.attempt)
+            kind = "" if effect.last is None else "end" if type(effect.last).__name__ == "EndData" else "error"
+            return "close", key, kind, encode(effect.last) if kind else b""
+        case wev.AckWork():
+            return "ack", effect.delivery
+        case wev.LeaveWork():
+            return "leave", effect.delivery
+        case wev.Answer():
+            return "answer", effect.asker, encode(effect.answer)
+        case wev.Beat():
+            return ("beat",)
+        case wev.RebuildEngine():
+            return ("rebuild",)
+        case wev.Rejoin():
+            box.counts.clear()
+            return ("rejoin",)
+    raise TypeError(effect)
+
+
+def cancelled_attempt(order: bytes) -> tuple[str, int] | None:
+    """The attempt that an encoded order cancels."""
+    decoded = CONTROL.decode(order)
+    return (decoded.request_id, decoded.attempt) if isinstance(decoded, CancelAttempt) else None
+
+
+# The relay -------------------------------------------------------------------------------------------------
+
+
+def _step_relay(relay: Relay, op: Op, now: int) -> list[Op]:
+    match op:
+        case ("frame", worker, revision, data):
+            effects = relay.on_frame(worker, FRAME.decode(data), now, Epoch(1, revision) if revision else Epoch())
+        case ("frames", worker, attempt, data):
+            effects = relay.on_frames_answer(worker, attempt, FRAMES.decode(data) if data else None, now)
+        case ("status", data):
+            effects = relay.on_status(STATUS.decode(data) if data else None, now)
+        case ("tick",):
+            effects = relay.on_tick(now)
+        case _:
+            raise TypeError(op)
+    outputs: list[Op] = []
+    for effect in effects:
+        if isinstance(effect, Forward):
+            outputs.append(("forward", bytes(effect.data)))
+        elif isinstance(effect, Finish):
+            outputs.append(("finish", encode(effect.end)))
+        elif isinstance(effect, AskFrames):
+            outputs.append(("frames?", effect.worker, effect.attempt, effect.from_seq))
+        elif isinstance(effect, AskStatus):
+            outputs.append(("status?",))
+        else:
+            outputs.append(("fail", effect.error.code))
+    return outputs

@@ -1,0 +1,49 @@
+"""The hand-over explored: every history within the time, and broken cores that must be found out."""
+
+import os
+import time
+
+import pytest
+
+from tests.explore import mutants
+from tests.explore.parts import Parts
+from tests.explore.records import Scenario
+from tests.explore.search import Found, Search, explore
+
+SECONDS = float(os.environ.get("HEADRACE_EXPLORE_S", "60"))
+MUTANT_S = 60.0
+"""Bound for one mutant; each takes seconds."""
+
+STREAM = Scenario("one stream", (True,))
+ANSWER = Scenario("one answer", (False,))
+
+
+def test_no_history_breaks_a_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = Parts()
+    levels = []
+    for level in explore(parts, SECONDS):
+        levels.append(level)
+        with capsys.disabled():
+            print(f"\n  explored: {level}", end="")
+    assert all(level.states > 0 for level in levels)
+    assert levels[0].complete
+
+
+@pytest.mark.parametrize(
+    ("parts", "scenario", "rules"),
+    [
+        (Parts(worker=mutants.RepeatingWorker), STREAM, ["a worker starts an attempt once"]),
+        (Parts(worker=mutants.DeafWorker), STREAM, ["a confirmed cancel holds"]),
+        (Parts(relay=mutants.FencelessRelay), STREAM, ["attempts are never concatenated"]),
+        (Parts(core=mutants.StubbornCore), STREAM, ["no retry after tokens"]),
+        (Parts(core=mutants.ForgetfulCore), ANSWER, ["what was stored is not forgotten"]),
+        (Parts(core=mutants.ImpatientCore), STREAM, ["nothing follows an end"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_broken_core_is_found(parts: Parts, scenario: Scenario, rules: list[str]) -> None:
+    with pytest.raises(Found) as found:
+        for _ in Search(parts, scenario).run(time.monotonic() + MUTANT_S):
+            pass
+    print(found.value)
+    assert found.value.violation.rule in rules

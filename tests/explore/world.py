@@ -1,0 +1,434 @@
+"""The world around the cores: streams that keep, a bus that carries, processes that perform; and what may happen next.
+
+A world is never changed once it is made: ``after`` gives the next one. The streams keep what the real ones keep:
+ATTEMPTS takes the first event of an attempt, WORK and REQUESTS take a message id once and lose what is
+acknowledged. Time goes on by ticks of half a second, and only when nothing else is left to do: that something
+takes longer than that is a fault (a delay, a frozen process). An engine gives one token per tick.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from contracts.messages import HolderHeartbeat
+from tests.explore import faults, gateway, schedulers, workers
+from tests.explore.canonical import flat, near
+from tests.explore.parts import EVENT, ITEM, Parts, encode
+from tests.explore.records import (
+    BASE_MS,
+    STOPPED_TICKS,
+    TICK_MS,
+    Action,
+    Asked,
+    Gateway,
+    Message,
+    Op,
+    Scenario,
+    Sched,
+    Violation,
+    Worker,
+)
+
+HOLDER_BEAT = encode(HolderHeartbeat(holder="g"))
+
+
+class World:
+    """One state of everything."""
+
+    __slots__ = (
+        "attempts",
+        "consumed",
+        "faults",
+        "gate",
+        "late",
+        "leaves",
+        "lease",
+        "net",
+        "now",
+        "parts",
+        "requests",
+        "scheds",
+        "seq",
+        "stored_ids",
+        "work",
+        "workers",
+    )
+
+    def __init__(self, parts: Parts, scenario: Scenario) -> None:
+        self.parts = parts
+        self.now = BASE_MS
+        self.faults = scenario.faults
+        """How many may still happen."""
+        self.leaves = scenario.leaves
+        self.lease = (0, BASE_MS)
+        """(revision, last renewal)"""
+        self.scheds: tuple[Sched, ...] = (Sched("s0"), Sched("s1"))
+        self.workers: tuple[Worker, ...] = ()
+        self.gate = Gateway(asked=tuple(gateway.new(f"r{n}", stream) for n, stream in enumerate(scenario.streams)))
+        self.requests: tuple[tuple[int, int, str, bytes], ...] = ()
+        """REQUESTS: (sequence, stored at, request id, envelope)."""
+        self.consumed: frozenset[int] = frozenset()
+        """What the one consumer of REQUESTS has delivered; whoever creates it anew gets all again."""
+        self.work: tuple[tuple[int, str, bytes], ...] = ()
+        """WORK: (sequence, worker, item)."""
+        self.attempts: tuple[tuple[str, int, bytes], ...] = ()
+        """ATTEMPTS, in the order of storage."""
+        self.stored_ids: tuple[tuple[str, int], ...] = ()
+        """Message ids that WORK and REQUESTS have taken, with their sequences."""
+        self.seq = 0
+        self.net: tuple[Message, ...] = ()
+        """On the way now."""
+        self.late: tuple[tuple[int, Message], ...] = ()
+        """Held up since a time; arrives after the next tick at the earliest."""
+
+    def clone(self) -> "World":
+        other = World.__new__(World)
+        for name in World.__slots__:
+            setattr(other, name, getattr(self, name))
+        return other
+
+    # Parts of the state -----------------------------------------------------------------------------------
+
+    def set_sched(self, slot: int, **changes: Any) -> None:
+        scheds = list(self.scheds)
+        scheds[slot] = scheds[slot]._replace(**changes)
+        self.scheds = tuple(scheds)
+
+    def set_worker(self, slot: int, **changes: Any) -> None:
+        made = list(self.workers)
+        made[slot] = made[slot]._replace(**changes)
+        self.workers = tuple(made)
+
+    def held(self, sched: Sched) -> bool:
+        """Whether the scheduler's own clock says that the lease is its own."""
+        return sched.epoch == self.lease[0] and self.now - self.lease[1] < TICK_MS
+
+    def send(self, message: Message) -> None:
+        if message not in self.net or message[0] == "frame":
+            self.net = (*self.net, message)
+
+    def owner(self) -> Sched | None:
+        return next((s for s in self.scheds if s.up == "up" and s.phase == "owner" and self.held(s)), None)
+
+    # The streams ------------------------------------------------------------------------------------------
+
+    def store_request(self, rid: str, data: bytes) -> None:
+        if self._take_id(rid) is None:
+            self.requests = (*self.requests, (self.seq, self.now, rid, data))
+
+    def store_work(self, rid: str, attempt: int, worker: str, data: bytes) -> int:
+        """The sequence under which WORK holds the item, or held it when the message id came twice."""
+        seq = self._take_id(f"{rid}.{attempt}.{worker}")
+        if seq is not None:
+            return seq
+        self._check_dispatch(rid, attempt, ITEM.decode(data).request.stream)
+        self.work = (*self.work, (self.seq, worker, data))
+        return self.seq
+
+    def _take_id(self, message_id: str) -> int | None:
+        for known, seq in self.stored_ids:
+            if known == message_id:
+                return seq
+        self.seq += 1
+        self.stored_ids = (*self.stored_ids, (message_id, self.seq))
+        return None
+
+    def _check_dispatch(self, rid: str, attempt: int, stream: bool) -> None:
+        for number, event in self.ends_of(rid):
+            if number >= attempt:
+                continue
+            void = event.outcome == "lost" or (event.outcome == "failed" and event.retryable)
+            if not void:
+                raise Violation("nothing follows an end", f"{rid} attempt {attempt} after {event.outcome} of {number}")
+            if stream and event.completion_tokens:
+                raise Violation("no retry after tokens", f"{rid} attempt {attempt} after a token of {number}")
+        if attempt > 1 and all(number != attempt - 1 for number, _ in self.ends_of(rid)):
+            raise Violation("an attempt ends before the next", f"{rid} attempt {attempt}")
+
+    def store_end(self, rid: str, attempt: int, data: bytes) -> bool:
+        """Whether ``data`` is the attempt's stored end; the first one is."""
+        for known_rid, known, stored in self.attempts:
+            if (known_rid, known) == (rid, attempt):
+                ours, theirs = EVENT.decode(data), EVENT.decode(stored)
+                return (ours.reporter, ours.worker, ours.outcome) == (theirs.reporter, theirs.worker, theirs.outcome)
+        self.attempts = (*self.attempts, (rid, attempt, data))
+        if sum(event.billable for _, event in self.ends_of(rid)) > 1:
+            raise Violation("at most one billable attempt", f"{rid} attempt {attempt}")
+        return True
+
+    def ends_of(self, rid: str) -> Iterator[tuple[int, Any]]:
+        for known, number, data in self.attempts:
+            if known == rid:
+                yield number, EVENT.decode(data)
+
+    # What may happen --------------------------------------------------------------------------------------
+
+    def actions(self) -> list[Action]:
+        """What may happen next without a fault, in the order in which the fault-free continuation takes it.
+
+        When one of them is ``eager`` it is the only one (the reduction of tests.explore.search).
+        """
+        blocking: list[Action] = []
+        for slot, sched in enumerate(self.scheds):
+            if schedulers.is_deposed(self, sched):
+                return [*islice(self._of_deposed(slot), 1), ("depose", slot)]
+        for action in self._doable():
+            if action[0] in _EAGER or (action[0] == "deliver" and self._is_eager(action[1])):
+                return [action]
+            blocking.append(action)
+        held_up = [("arrive", *entry) for entry in self.late if entry[0] < self.now and self._arrives(entry[1])]
+        waking = [("thaw", name) for name, up, _ in self._processes() if up == "frozen"]
+        overdue = any(self._overdue(entry[0]) for entry in self.late) or any(
+            up == "frozen" and self._overdue(since) for _, up, since in self._processes()
+        )
+        if blocking or overdue:
+            return [*blocking, *held_up, *waking]
+        return [("tick",), *held_up, *waking]
+
+    def _overdue(self, since: int) -> bool:
+        return self.now - since >= STOPPED_TICKS * TICK_MS
+
+    def _processes(self) -> Iterator[tuple[str, str, int]]:
+        for sched in self.scheds:
+            yield sched.name, sched.up, sched.since
+        for worker in self.workers:
+            yield f"w{worker.slot}", worker.up, worker.since
+        yield "g", self.gate.up, self.gate.since
+
+    def _doable(self) -> Iterator[Action]:
+        yield from self._deliveries()
+        yield from schedulers.actions(self)
+        yield from workers.actions(self)
+        yield from gateway.actions(self)
+
+    def _of_deposed(self, slot: int) -> Iterator[Action]:
+        """What it still does, one after the other, and it may stop anywhere."""
+        for action in self._doable():
+            if action[1] == slot and action[0] in schedulers.STEPS:
+                yield action
+            elif action[0] == "deliver" and action[1][1] == slot and action[1][0] in schedulers.RECEIVED:
+                yield action
+
+    def _deliveries(self) -> Iterator[Action]:
+        heads = set()
+        for message in self.net:
+            if message[0] in ("frame", "control"):  # In order, from one sender to one receiver.
+                channel = message[:4] if message[0] == "control" else message[:3]
+                if channel in heads:
+                    continue
+                heads.add(channel)
+            if self.receiver_up(message):
+                yield "deliver", message
+
+    def _is_eager(self, message: Message) -> bool:
+        if message[0] in ("admission", "status", "frames", "cancelled"):
+            return True
+        return message[0] == "frame" and len({m[1] for m in self.net if m[0] == "frame" and m[2] == message[2]}) == 1
+
+    def receiver_up(self, message: Message) -> bool:
+        match message[0]:
+            case kind if kind in schedulers.RECEIVED:
+                return self.scheds[message[1]].up == "up"
+            case "control" | "frames?":
+                return any(w.name == message[3] and w.up == "up" for w in self.workers)
+        return self.gate.up == "up"
+
+    def _arrives(self, message: Message) -> bool:
+        return message[0].startswith("store ") or self.receiver_up(message)
+
+    def exists(self, message: Message) -> bool:
+        """Whether somebody still listens for it."""
+        match message[0]:
+            case kind if kind in schedulers.RECEIVED:
+                return self.scheds[message[1]].epoch == message[2] and self.scheds[message[1]].state >= 0
+            case "control" | "frames?":
+                return any(w.name == message[3] for w in self.workers)
+            case "admission" | "status" | "frames" | "frame":
+                return self.gate.up != "down" and any(
+                    a.rid == message[2] and (a.listens or message[0] == "admission") for a in self.gate.asked
+                )
+            case "cancelled":
+                return self.gate.up != "down"
+        return True
+
+    # Steps ------------------------------------------------------------------------------------------------
+
+    def after(self, action: Action) -> "World":
+        """The world after ``action``; raises Violation."""
+        world = self.clone()
+        match action:
+            case ("tick",):
+                world._pass_time()
+            case ("deliver", message):
+                world.take_off(message)
+                world.receive(message)
+            case ("arrive", since, message):
+                late = list(world.late)
+                late.remove((since, message))
+                world.late = tuple(late)
+                world.receive(message)
+            case ("thaw", name):
+                world._thaw(name)
+            case _:
+                if action[0] in schedulers.STEPS:
+                    schedulers.STEPS[action[0]](world, *action[1:])
+                elif action[0] in workers.STEPS:
+                    workers.STEPS[action[0]](world, *action[1:])
+                elif action[0] in faults.STEPS:
+                    faults.STEPS[action[0]](world, *action[1:])
+                else:
+                    gateway.STEPS[action[0]](world, *action[1:])
+        world.forget_unheard()
+        return world
+
+    def take_off(self, message: Message) -> None:
+        net = list(self.net)
+        net.remove(message)
+        self.net = tuple(net)
+
+    def forget_unheard(self) -> None:
+        if self.net:
+            self.net = tuple([message for message in self.net if self.exists(message)])
+        if self.late:
+            self.late = tuple([entry for entry in self.late if self.exists(entry[1])])
+
+    def receive(self, message: Message) -> None:
+        match message[0]:
+            case kind if kind in schedulers.RECEIVED:
+                schedulers.receive(self, message)
+            case "control" | "frames?":
+                workers.receive(self, message)
+            case "store work":
+                self.store_work(*message[1:])
+            case "store end":
+                self.store_end(*message[1:])
+            case "store request":
+                self.store_request(*message[1:])
+            case _:
+                gateway.receive(self, message)
+
+    def _thaw(self, name: str) -> None:
+        if name == "g":
+            self.gate = self.gate._replace(up="up")
+        elif name[0] == "w":
+            self.set_worker(int(name[1:]), up="up")
+        else:
+            schedulers.thaw(self, int(name[1:]))
+
+    def _pass_time(self) -> None:
+        """Half a second: everything that a process does by its clock."""
+        self.now += TICK_MS
+        schedulers.renew(self)
+        workers.pass_time(self)
+        for worker in self.workers:
+            if worker.up == "up" and worker.name:
+                self.beat("beat", worker.name, self.parts.worker.facts[worker.state][3])
+        if self.gate.up == "up":
+            self.beat("holder", "g", HOLDER_BEAT)
+        schedulers.pass_time(self)
+        if self.gate.up == "up":
+            gateway.pass_time(self)
+
+    def beat(self, kind: str, name: str, data: bytes) -> None:
+        """A heartbeat reaches all schedulers that listen."""
+        for slot in range(len(self.scheds)):
+            schedulers.hear(self, slot, (kind, name, data))
+
+    # Looks ------------------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> int:
+        """Equal for worlds that behave alike."""
+        now, mark = self.now, self.parts.mark
+        return hash(
+            (
+                *[mark(s, now, _sched_form) for s in self.scheds],
+                *[mark(w, now, _worker_form) for w in self.workers],
+                *[mark(a, now, _asked_form) for a in self.gate.asked],
+                self.gate.up,
+                near(self.gate.since, now),
+                mark(self.requests, now, _requests_form),
+                self.consumed,
+                mark(self.work, now, _flat_form),
+                mark(self.attempts, now, _flat_form),
+                frozenset(self.stored_ids),
+                mark(self.net, now, _net_form),
+                mark(self.late, now, _late_form),
+                (self.lease[0], near(self.lease[1], now)),
+                self.leaves,
+            )
+        )
+
+    def is_settled(self) -> bool:
+        """Nothing is open any more, but for what the sweep of WORK is to find."""
+        owner = self.owner()
+        return (
+            owner is not None
+            and not self.net
+            and not self.late
+            and all(up == "up" or (up == "down" and name == "g") for name, up, _ in self._processes())
+            and all(a.phase == "over" and not a.cancel for a in self.gate.asked)
+            and not self.requests
+            and self.parts.core.facts[owner.state][0] == 0
+            and all(w.name and not w.beat and not w.todo and not w.rebuild for w in self.workers)
+            and all(not self.parts.worker.facts[w.state][2] and not w.runs for w in self.workers)
+        )
+
+    def is_quiet(self) -> bool:
+        return not self.work and self.is_settled()
+
+    def check_quiet(self) -> None:
+        """Nothing has leaked, and every caller that is still there has its ending."""
+        owner = self.owner()
+        assert owner is not None
+        if self.parts.core.facts[owner.state][1]:
+            raise Violation("nothing leaks", f"the scheduler counts {self.parts.core.facts[owner.state][1]} of nothing")
+        for worker in self.workers:
+            credit, slots, _, _ = self.parts.worker.facts[worker.state]
+            if credit != slots:
+                raise Violation("nothing leaks", f"{worker.name} has {credit} of {slots} slots")
+        for asked in self.gate.asked:
+            if asked.ending is None:
+                raise Violation("every request ends", f"{asked.rid} has no ending")
+            stored = any(message_id == asked.rid for message_id, _ in self.stored_ids)
+            if stored and not any(self.ends_of(asked.rid)):
+                raise Violation("what was stored is not forgotten", f"{asked.rid} has no stored end")
+
+
+_EAGER = frozenset(("ack request", "ack work", "beat", "go on reading", "go on requests"))
+
+
+def _sched_form(sched: Sched, now: int, parts: Parts) -> Any:
+    times = near(sched.since, now), near(sched.opened, now)
+    return sched[:2], sched[3:4], parts.core.form(sched.state, now), sched.epoch, times, flat(sched[7:], now)
+
+
+def _worker_form(worker: Worker, now: int, parts: Parts) -> Any:
+    return worker[:3], parts.worker.form(worker.state, now), flat(worker[4:], now)
+
+
+def _asked_form(asked: Asked, now: int, parts: Parts) -> Any:
+    form = parts.relay.form(asked.relay, now) if asked.listens else ()
+    questions = frozenset([(question, near(at, now)) for question, at in asked.questions])
+    return asked[:3], flat(asked.answer, now), form, asked.text, flat(asked.ending, now), questions, asked[8:]
+
+
+def _flat_form(value: Any, now: int, _: Parts) -> Any:
+    return flat(value, now)
+
+
+def _requests_form(requests: tuple[tuple[int, int, str, bytes], ...], now: int, _: Parts) -> Any:
+    return tuple([(seq, near(at, now), flat(data, now)) for seq, at, _, data in requests])
+
+
+def _late_form(late: tuple[tuple[int, Message], ...], now: int, _: Parts) -> Any:
+    return frozenset([(near(at, now), flat(message, now)) for at, message in late])
+
+
+def _net_form(net: tuple[Message, ...], now: int, _: Parts) -> Any:
+    """Order counts within a channel only."""
+    loose = frozenset([flat(m, now) for m in net if m[0] not in ("frame", "control")])
+    ordered: dict[Op, list[Any]] = {}
+    for message in net:
+        if message[0] in ("frame", "control"):
+            ordered.setdefault(message[:3] if message[0] == "frame" else message[:4], []).append(flat(message, now))
+    return loose, frozenset([(channel, tuple(found)) for channel, found in ordered.items()])

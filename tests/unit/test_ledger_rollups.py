@@ -1,0 +1,397 @@
+"""Rollups, prices and invoices on the real engine (chDB), against sums made in Python of the same events."""
+
+import random
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from contracts import ids, subjects
+from contracts.messages import AttemptEvent, Epoch, LatencyQuery, Price, Reply, RequestEnvelope, UsageQuery, WorkItem
+from ledger import core, money, prices, queries
+from ledger.periods import DAY_S, HOUR_S
+from ledger.questions import Questions
+from ledger.rollups import Rollups, plan
+from ledger.store import Store
+from worker import endings
+from worker.engine import Counts
+
+
+def ms(text: str) -> int:
+    return int(datetime.fromisoformat(text + "+00:00").timestamp() * 1000)
+
+
+START, END = ms("2026-10-30T00:00:00"), ms("2026-11-03T00:00:00")
+STORED = ms("2026-11-03T12:00:00")
+NOW_S = ms("2026-11-10T00:00:00") / 1000
+
+PRICES = [
+    Price(model="m1", tier="interactive", valid_from="2026-01-01", currency="USD",
+          input=150_000, cached_input=37_500, output=600_001, reasoning=600_001),
+    Price(model="m1", tier="interactive", valid_from="2026-11-01", currency="USD",
+          input=140_000, cached_input=35_000, output=500_000, reasoning=700_000),
+    Price(model="m1", tier="batch", valid_from="2026-01-01", currency="USD",
+          input=75_000, cached_input=18_750, output=300_000, reasoning=300_000),
+]  # fmt: skip
+"""None for model m2."""
+
+
+class Known:
+    """What the questions need of the bucket's mirror."""
+
+    currency = "USD"
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    store = Store(f"chdb://{tmp_path}/chdb", "headrace")
+    await store.open()
+    rows = [prices.row(price) for price in PRICES]
+    await store.insert_prices(
+        [(model, tier, datetime.fromisoformat(day).date(), *rest, 1, 0) for model, tier, day, *rest in rows]
+    )
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+def questions(store: Store) -> Questions:
+    return Questions(store, Known(), 1 << 22)  # type: ignore[arg-type]
+
+
+def events(chance: random.Random, count: int) -> list[AttemptEvent]:
+    """Over a month's edge; one in ten requests is tried twice."""
+    made = []
+    for _ in range(count):
+        at_ms = chance.randrange(START, END)
+        prompt, completion = chance.randrange(4000), chance.randrange(500)
+        first = AttemptEvent(
+            request_id=ids.request_id(at_ms - chance.randrange(2000)),
+            attempt=1,
+            tenant=f"t{chance.randrange(3)}",
+            key_id=f"k{chance.randrange(2)}",
+            model=f"m{chance.randrange(1, 3)}",
+            version=chance.choice("12"),
+            endpoint="completions",
+            priority=chance.choice(["interactive", "batch"]),  # type: ignore[arg-type]
+            outcome="completed",
+            reporter="worker",
+            billable=True,
+            prompt_tokens=prompt,
+            cached_tokens=prompt // 3,
+            completion_tokens=completion,
+            reasoning_tokens=completion // 4,
+            admitted_at_ms=at_ms,
+            dispatched_at_ms=at_ms + chance.randrange(100),
+            first_token_at_ms=at_ms + 100 + chance.randrange(400),
+            ended_at_ms=at_ms + 500 + chance.randrange(9000),
+        )
+        if chance.random() < 0.1:
+            lost = {"outcome": "lost", "billable": False, "version": "0", "reporter": "scheduler"}
+            made.append(msgspec.structs.replace(first, **lost))
+            first = msgspec.structs.replace(first, attempt=2)
+        made.append(first)
+    return made
+
+
+def row(event: AttemptEvent, stored_ms: int = STORED) -> core.Row:
+    subject = subjects.attempt(event.model, event.request_id, event.attempt)
+    return core.row(core.Source(subject, msgspec.json.encode(event), 1, stored_ms))
+
+
+def price_of(event: AttemptEvent) -> Price | None:
+    day = datetime.fromtimestamp(event.admitted_at_ms // 1000, UTC).date().isoformat()
+    fitting = [
+        price
+        for price in PRICES
+        if (price.model, price.tier) == (event.model, event.priority) and price.valid_from <= day
+    ]
+    return max(fitting, key=lambda price: price.valid_from, default=None)
+
+
+def amount(event: AttemptEvent) -> int:
+    """In picounits, as the README says it."""
+    price = price_of(event)
+    if not event.billable or price is None:
+        return 0
+    return (
+        (event.prompt_tokens - event.cached_tokens) * price.input
+        + event.cached_tokens * price.cached_input
+        + (event.completion_tokens - event.reasoning_tokens) * price.output
+        + event.reasoning_tokens * price.reasoning
+    )
+
+
+def expected(events: list[AttemptEvent], by: list[str], start: int = START, end: int = END) -> dict[Any, list[Any]]:
+    """Requests, attempts, prompt, completion and unbilled tokens, amount, tokens without a price."""
+    last = {event.request_id: event.attempt for event in sorted(events, key=lambda event: event.attempt)}
+    sums: dict[Any, list[Any]] = defaultdict(lambda: [0] * 7)
+    for event in {(event.request_id, event.attempt): event for event in events}.values():
+        if not start <= event.admitted_at_ms < end:
+            continue
+        at = datetime.fromtimestamp(event.admitted_at_ms // 1000, UTC)
+        shown = {"day": f"{at:%Y-%m-%d}", "hour": f"{at:%Y-%m-%dT%H}:00:00Z", "key": event.key_id}
+        key = tuple(shown.get(name) or getattr(event, name) for name in by)
+        tokens = event.prompt_tokens + event.completion_tokens
+        for index, number in enumerate(
+            (
+                last[event.request_id] == event.attempt,
+                1,
+                event.billable and event.prompt_tokens,
+                event.billable and event.completion_tokens,
+                not event.billable and tokens,
+                amount(event),
+                event.billable and price_of(event) is None and tokens,
+            )
+        ):
+            sums[key][index] += number
+    return {key: [*found[:5], money.decimal(found[5]), found[6]] for key, found in sums.items()}
+
+
+async def asked(questions: Questions, by: list[str], start: int = START, end: int = END) -> dict[Any, list[Any]]:
+    answer = await questions.usage(UsageQuery(from_at_ms=start, to_at_ms=end, by=by))  # type: ignore[arg-type]
+    assert not answer.has_more
+    return {
+        tuple(getattr(row, name) for name in by): [
+            row.requests,
+            row.attempts,
+            row.prompt_tokens,
+            row.completion_tokens,
+            row.unbilled_tokens,
+            row.amount,
+            row.unpriced_tokens,
+        ]
+        for row in answer.rows
+    }
+
+
+GROUPINGS = [[], ["day"], ["hour"], ["tenant", "key"], ["model", "version", "day"], ["endpoint", "priority", "outcome"]]
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_answers_are_right_whatever_is_built_doubled_or_late(
+    store: Store, questions: Questions, seed: int
+) -> None:
+    """Events come shuffled and doubled, builds happen in between: every answer is that of the events so far."""
+    chance = random.Random(seed)
+    stream = events(chance, 200)
+    stream += chance.sample(stream, 20)
+    chance.shuffle(stream)
+    rollups = Rollups(store)
+    seen: list[AttemptEvent] = []
+    while stream:
+        count = chance.randrange(40, 150)
+        batch, stream = stream[:count], stream[count:]
+        seen += batch
+        await store.insert([row(event) for event in batch])
+        if chance.random() < 0.7:
+            await rollups.step(NOW_S)
+            await rollups.step(NOW_S)
+        start, end = sorted((chance.randrange(START, END), chance.randrange(START, END)))
+        for by in ([], *chance.sample(GROUPINGS, 2)):
+            assert await asked(questions, by) == expected(seen, by), by
+            assert await asked(questions, by, start, end + 1) == (
+                expected(seen, by, start, end + 1) or ({(): [0, 0, 0, 0, 0, "0", 0]} if not by else {})
+            )
+    await rollups.step(NOW_S)
+    await rollups.step(NOW_S)
+    found = await plan(store, START, END)
+    assert len(found.days) == 4
+    assert not found.hours and not found.raw
+    await rollups.sweep(1 << 63)
+    for by in GROUPINGS:
+        assert await asked(questions, by) == expected(seen, by), by
+    by_build = "SELECT uniqExact(start), count(DISTINCT start, build) FROM usage_days"
+    assert await store.select(queries.Query(by_build, {})) == [(4, 4)]
+
+
+async def test_a_late_event_is_in_the_answer_at_once_and_in_the_next_build(store: Store, questions: Questions) -> None:
+    chance = random.Random(7)
+    [early, late] = events(random.Random(9), 2)[:2]
+    await store.insert([row(early)])
+    rollups = Rollups(store)
+    for _ in range(2):
+        await rollups.step(NOW_S)
+    assert (await plan(store, START, END)).raw == []
+    await store.insert([row(late)])
+    assert (await plan(store, START, END)).raw
+    assert await asked(questions, ["hour"]) == expected([early, late], ["hour"])
+    for _ in range(2):
+        await rollups.step(NOW_S)
+    assert (await plan(store, START, END)).raw == []
+    assert await asked(questions, ["hour"]) == expected([early, late], ["hour"])
+    assert chance
+
+
+async def test_what_is_not_over_is_not_built(store: Store) -> None:
+    [event] = events(random.Random(3), 1)[:1]
+    await store.insert([row(event)])
+    hour_s = event.admitted_at_ms // 1000 // HOUR_S * HOUR_S
+    rollups = Rollups(store)
+    for _ in range(2):
+        await rollups.step(hour_s + HOUR_S - 1)
+    assert (await plan(store, START, END)).raw
+    for _ in range(2):
+        await rollups.step(hour_s + HOUR_S + 60)
+    found = await plan(store, START, END)
+    assert found.hours and not found.days and not found.raw
+    for _ in range(2):
+        await rollups.step(hour_s // DAY_S * DAY_S + DAY_S + 60)
+    assert (await plan(store, START, END)).days
+
+
+async def test_latencies_are_the_same_raw_and_built(store: Store, questions: Questions) -> None:
+    stream = events(random.Random(5), 300)
+    await store.insert([row(event) for event in stream])
+
+    async def ask(**changes: Any) -> Any:
+        return (
+            await questions.latency(LatencyQuery(**{"from_at_ms": START, "to_at_ms": END, "by": [], **changes}))
+        ).rows
+
+    shapes: list[dict[str, Any]] = [
+        {},
+        {"by": ["model", "day"]},
+        {"by": ["tenant"]},
+        {"by": ["hour"], "tenant": "t1"},
+        {"tenant": "t1"},
+    ]
+    raw = [await ask(**shape) for shape in shapes]
+    rollups = Rollups(store)
+    for _ in range(2):
+        await rollups.step(NOW_S)
+    assert [await ask(**shape) for shape in shapes] == raw
+    [[total], *_] = raw
+    done = sorted(event.ended_at_ms - event.admitted_at_ms for event in stream if event.outcome == "completed")
+    assert total.end_to_end_ms.count == len(done)
+    assert total.end_to_end_ms.p50 == pytest.approx(done[len(done) // 2], rel=0.03)
+    assert total.end_to_end_ms.p99 == pytest.approx(done[int(len(done) * 0.99)], rel=0.05)
+    assert total.queue_wait_ms.count == len(stream)
+
+
+async def test_invoice_daily_usage_and_raw_events_agree_to_the_smallest_unit(
+    store: Store, questions: Questions
+) -> None:
+    stream = events(random.Random(11), 500)
+    await store.insert([row(event) for event in stream])
+    for month, start, end in (
+        ("2026-10", START, ms("2026-11-01T00:00:00")),
+        ("2026-11", ms("2026-11-01T00:00:00"), END),
+    ):
+        invoice = (await questions.invoice("t1", month)).invoice
+        assert invoice is not None
+        mine = [event for event in stream if event.tenant == "t1" and start <= event.admitted_at_ms < end]
+        exact = sum(amount(event) for event in mine)
+        lines = [line for line in invoice.lines if line.kind != "rounding"]
+        assert sum(pico(line.amount) for line in lines) == exact == pico(invoice.usage_amount)
+        assert sum(pico(line.amount) for line in invoice.lines) == pico(invoice.total)
+        assert abs(pico(invoice.total) - exact) <= money.CENT_PICO // 2
+        assert sum(line.tokens for line in lines) == sum(
+            event.prompt_tokens + event.completion_tokens for event in mine if event.billable
+        )
+        query = UsageQuery(from_at_ms=start, to_at_ms=end, by=["day"], tenant="t1")
+        days = (await questions.usage(query)).rows
+        assert sum(pico(day.amount) for day in days) == exact
+        assert sum(day.requests for day in days) == invoice.requests
+        view = (
+            "SELECT sum(amount_pico) FROM billed WHERE tenant = 't1'"
+            f" AND admitted_at >= fromUnixTimestamp64Milli({start}) AND admitted_at < fromUnixTimestamp64Milli({end})"
+        )
+        assert await store.select(queries.Query(view, {})) == [(exact,)]
+        assert invoice.unpriced_tokens == sum(
+            event.prompt_tokens + event.completion_tokens for event in mine if event.billable and not price_of(event)
+        )
+
+
+def pico(text: str) -> int:
+    whole, _, part = text.lstrip("-").partition(".")
+    return (-1 if text.startswith("-") else 1) * (int(whole) * 10**12 + int(part.ljust(12, "0")))
+
+
+async def test_an_invoice_of_nothing_is_zero(questions: Questions) -> None:
+    invoice = (await questions.invoice("nobody", "2026-12")).invoice
+    assert invoice is not None
+    assert (invoice.lines, invoice.total, invoice.closed) == ([], "0.00", False)
+    for month in ("2026-13", "2026-1", "nope", "0000-01", "2026-00"):
+        with pytest.raises(queries.BadQuery):
+            await questions.invoice("t1", month)
+
+
+# The billing rule -----------------------------------------------------------------------------------------
+
+
+def ended(outcome: str, completion: int, **changes: Any) -> AttemptEvent:
+    """The event that a worker makes of such an end."""
+    at_ms = ms("2026-11-02T10:00:00")
+    request = RequestEnvelope(
+        request_id=ids.request_id(at_ms), tenant="t1", key_id="k", model="m1", endpoint="completions", stream=True,
+        prompt_tokens=100, max_output_tokens=50, choices=1, priority="interactive", admitted_at_ms=at_ms,
+        publish_by_ms=0, deadline_at_ms=0, reply=Reply(subject="reply.v1.t1.x", stream="s"),
+    )  # fmt: skip
+    item = WorkItem(epoch=Epoch(), attempt=1, version="1", worker="w", dispatched_at_ms=at_ms, request=request)
+    counts = Counts(prompt_tokens=100, cached_tokens=40, completion_tokens=completion, reasoning_tokens=0)
+    ending = endings.Ending(outcome=outcome, **changes)  # type: ignore[arg-type]
+    return endings.terminal_event(item, counts, ending, worker="w", frames=1, chunks=1, now_ms=at_ms + 900)
+
+
+FULL = 60 * 140_000 + 40 * 35_000
+
+
+async def test_the_billing_rule(store: Store, questions: Questions) -> None:
+    """One tenant for each case."""
+    cases = {
+        "completed": (ended("completed", 10), FULL + 10 * 500_000),
+        "no output": (ended("completed", 0), FULL),
+        "cancelled": (ended("cancelled", 10), FULL + 10 * 500_000),
+        "cancelled before the first token": (ended("cancelled", 0), 0),
+        "failed": (ended("failed", 10, code="engine_error"), 0),
+        "engine died": (ended("failed", 10, code="engine_error", engine_death=True), 0),
+        "lost": (msgspec.structs.replace(ended("failed", 10), outcome="lost", reporter="scheduler"), 0),
+        "expired": (
+            msgspec.structs.replace(
+                ended("cancelled", 0), attempt=0, outcome="expired", prompt_tokens=0, cached_tokens=0
+            ),
+            0,
+        ),
+    }
+    await store.insert([row(msgspec.structs.replace(event, tenant=case)) for case, (event, _) in cases.items()])
+    found = (await questions.usage(UsageQuery(from_at_ms=START, to_at_ms=END, by=["tenant"]))).rows
+    assert {row.tenant: pico(row.amount) for row in found} == {case: charged for case, (_, charged) in cases.items()}
+    for total in found:
+        event, charged = cases[total.tenant or ""]
+        produced = event.prompt_tokens + event.completion_tokens
+        assert total.prompt_tokens + total.completion_tokens == (produced if charged else 0)
+        assert total.unbilled_tokens == (0 if charged else produced)
+
+
+async def test_a_retried_request_is_billed_once(store: Store, questions: Questions) -> None:
+    done = ended("completed", 10)
+    lost = msgspec.structs.replace(done, outcome="lost", billable=False)
+    won = msgspec.structs.replace(done, attempt=2)
+    await store.insert([row(lost), row(won)])
+    [total] = (await questions.usage(UsageQuery(from_at_ms=START, to_at_ms=END, by=[]))).rows
+    assert (total.requests, total.attempts, pico(total.amount)) == (1, 2, FULL + 10 * 500_000)
+    found = await questions.explain(done.request_id, None)
+    assert (len(found.attempts), pico(found.amount), found.currency) == (2, FULL + 10 * 500_000, "USD")
+    assert found.attempts[1] == msgspec.structs.replace(won, reserved_tokens=won.reserved_tokens)
+
+
+async def test_a_request_is_explained_to_its_own_tenant_only(store: Store, questions: Questions) -> None:
+    event = ended("completed", 10)
+    await store.insert([row(event)])
+    assert (await questions.explain(event.request_id, "t1")).text
+    other = await questions.explain(event.request_id, "t2")
+    assert other == await questions.explain(ids.request_id(), "t2")
+    assert (other.code, other.attempts) == ("not_found", [])
+    with pytest.raises(core.Rejected):
+        await questions.explain("' OR 1", None)
+
+
+def test_money_is_written_exactly() -> None:
+    assert [money.decimal(pico) for pico in (0, 1, 10**12, -1_500_000_000_000)] == ["0", "0.000000000001", "1", "-1.5"]
+    assert [money.cents(pico) for pico in (4_999_999_999, 5_000_000_000)] == [0, money.CENT_PICO]
+    assert money.whole_cents(123 * money.CENT_PICO) == "1.23"

@@ -1,0 +1,83 @@
+"""What support reads of a request, for each row of the failure table (DESIGN.md section 7)."""
+
+import re
+from typing import Any
+
+import pytest
+
+from contracts.messages import AttemptEvent
+from ledger import words
+
+AT = 1_793_491_200_000
+
+
+def event(**changes: Any) -> AttemptEvent:
+    fields = {
+        "request_id": "019f0000-0000-7000-8000-000000000000", "attempt": 1, "tenant": "acme", "key_id": "key_1",
+        "model": "m", "version": "v1", "endpoint": "chat/completions", "priority": "interactive",
+        "outcome": "completed", "reporter": "worker", "worker": "w-1", "stream": True, "prompt_tokens": 100,
+        "cached_tokens": 60, "completion_tokens": 10, "billable": True, "reserved_tokens": 500, "admitted_at_ms": AT,
+        "dispatched_at_ms": AT + 3, "first_token_at_ms": AT + 90, "ended_at_ms": AT + 500,
+    }  # fmt: skip
+    return AttemptEvent(**{**fields, **changes})
+
+
+LOST = {
+    "outcome": "lost", "reporter": "scheduler", "billable": False, "engine_death": True, "retryable": True,
+    "first_token_at_ms": 0, "completion_tokens": 0, "ended_at_ms": AT + 4000,
+}  # fmt: skip
+
+
+def explained(*attempts: AttemptEvent) -> str:
+    return "\n".join(words.explain(attempts, 1_500_000, "USD"))
+
+
+def test_a_completed_request() -> None:
+    text = explained(event(finish_reason="stop", client_request_id="mine"))
+    for part in (
+        "Request 019f0000-0000-7000-8000-000000000000 of tenant acme (key key_1): chat/completions with model m",
+        "The caller's own id is mine.",
+        "Admitted at 2026-11-01 00:00:00.000 UTC; 500 tokens reserved.",
+        "Attempt 1: version v1 on worker w-1, dispatched after 0.003 s, first token after 0.090 s, completed after "
+        "0.500 s at 2026-11-01 00:00:00.500 UTC (finish reason stop), as the worker reports.",
+        "100 prompt tokens (60 cached), 10 completion tokens (0 reasoning); billed.",
+        "Billed: 100 prompt and 10 completion tokens of attempt 1; 0.0000015 USD.",
+    ):
+        assert part in text
+
+
+def test_a_worker_that_died_before_the_first_token() -> None:
+    text = explained(event(**LOST), event(attempt=2, worker="w-2", version="v2"))
+    assert re.search(r"Attempt 1: .*worker w-1.* lost after 4.000 s.*as the scheduler reports", text)
+    assert "not billed. Its engine or worker died. Another attempt followed." in text
+    assert "Attempt 2: version v2 on worker w-2" in text
+    assert "tokens of attempt 2;" in text
+    assert "No attempt followed" not in text
+
+
+def test_a_worker_that_died_after_tokens_were_sent() -> None:
+    text = explained(event(**{**LOST, "completion_tokens": 26}))
+    assert "26 completion tokens" in text
+    assert "No attempt followed attempt 1: tokens had been produced for a streaming caller" in text
+    assert "Nothing is billed." in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"outcome": "failed", "error_code": "engine_error", "error_message": "it broke", "engine_death": True},
+         "failed after 0.500 s at 2026-11-01 00:00:00.500 UTC (engine_error: it broke)"),
+        ({"outcome": "cancelled", "attempt": 0, "worker": "", "billable": False, "reporter": "scheduler"},
+         "Before any dispatch: cancelled at 2026-11-01 00:00:00.500 UTC, as the scheduler reports."),
+        ({"outcome": "expired", "attempt": 0, "worker": "", "billable": False, "reporter": "scheduler"},
+         "It was never dispatched to a worker."),
+        ({"outcome": "cancelled"}, "cancelled after 0.500 s"),
+        ({"first_token_at_ms": 0, "ended_at_ms": 0}, "completed at an unknown time at an unknown time"),
+    ],
+)  # fmt: skip
+def test_other_ends(changes: dict[str, Any], part: str) -> None:
+    assert part in explained(event(**changes))
+
+
+def test_without_a_price_it_says_so() -> None:
+    assert "no price holds for it" in "\n".join(words.explain([event()], 0, ""))
