@@ -90,6 +90,7 @@ class Core:
         self._lapses: list[tuple[int, str]] = []
         self._cancelling: set[str] = set()
         self._deferred: dict[str, tuple[Outcome, str, str]] = {}
+        self._claim_freed = False
         self._effects: list[ev.Effect] = []
         self._now = now_ms
         self._handlers: dict[type[ev.Event], Callable[..., None]] = {
@@ -291,7 +292,10 @@ class Core:
     def _dispatch(self) -> None:
         if self.recovering or not len(self.queue) or not self.pool.has_room():
             return
-        self.queue.scan(self._now, self._take)
+        self._claim_freed = True
+        while self._claim_freed:  # What a claim kept out may fit beside its request.
+            self._claim_freed = False
+            self.queue.scan(self._now, self._take)
 
     def _take(self, entry: Entry) -> bool:
         request = self.requests[entry.key]
@@ -314,7 +318,7 @@ class Core:
         return True
 
     def _dispatch_to(self, request: Request, worker: Worker) -> None:
-        self.pool.drop_claim(request.id)
+        self._claim_freed |= self.pool.drop_claim(request.id)
         request.charged = self.queue.serve(request.id)
         self.admission.wait(request, -1, self._now)
         self._advance(request, "dispatch")

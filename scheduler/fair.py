@@ -145,13 +145,13 @@ class FairQueue:
         taken = 0
         passed = 0
         for priority in self._order:
-            aside: list[tuple[float, str]] = []
+            aside: dict[str, float] = {}
             order = self._order[priority]
             while order and passed < SCAN_TOTAL:
                 counter, tenant = heapq.heappop(order)
                 share = self.shares.get(tenant)
-                if share is None or share.counter != counter:
-                    continue
+                if share is None or share.counter != counter or tenant in aside:
+                    continue  # Offered again since, or a second time.
                 served = False
                 waits = False
                 for entry in self._heads(share, priority):
@@ -164,9 +164,9 @@ class FairQueue:
                     taken += 1
                     self._offer(priority, tenant, share)
                 elif waits:
-                    aside.append((counter, tenant))
-            for item in aside:
-                heapq.heappush(order, item)
+                    aside[tenant] = counter
+            for tenant, counter in aside.items():
+                heapq.heappush(order, (counter, tenant))
         return taken
 
     def forget_idle(self, tenant: str) -> None:

@@ -155,10 +155,13 @@ class Pool:
             chosen = min(free, key=lambda worker: worker.kv_reserved / max(1, self._kv_limit(worker)))
             self._claims[chosen.beat.worker] = key
 
-    def drop_claim(self, key: str) -> None:
+    def drop_claim(self, key: str) -> bool:
+        """Whether a worker was kept for the request; it is free for others now."""
         for name, claimed in list(self._claims.items()):
             if claimed == key:
                 del self._claims[name]
+                return True
+        return False
 
     def _kv_limit(self, worker: Worker) -> int:
         return int(worker.beat.kv_tokens * self.kv_overbooking)

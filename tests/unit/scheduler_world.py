@@ -34,8 +34,12 @@ from contracts.messages import (
 from scheduler import events as ev
 from scheduler import views
 from scheduler.core import Core, Settings
+from scheduler.fair import SCAN_PER_TENANT
+from scheduler.request import State
 
 EPOCH = Epoch(1, 7)
+LIMITS = TenantLimits(rpm=2_000, input_tpm=400_000, output_tpm=100_000, concurrency=20)
+"""Wide enough that most requests pass, tight enough that a few do not."""
 
 
 def manifest(**limits: int) -> Manifest:
@@ -114,7 +118,7 @@ class World:
 
     def tell_tenants(self) -> None:
         for name in self.names:
-            self.feed(ev.TenantChanged(name, TenantRecord(name=name, limits=TenantLimits(concurrency=20))))
+            self.feed(ev.TenantChanged(name, TenantRecord(name=name, limits=LIMITS)))
 
     def takeover(self) -> None:
         """The owner dies with half of its last effects done; another one rebuilds itself from the streams.
@@ -154,11 +158,14 @@ class World:
         for effect in self.core.step(event, self.now):
             self.perform(effect)
         views.check_invariants(self.core)
+        self.check_work_conserving()
 
     def perform(self, effect: ev.Effect) -> None:
         match effect:
             case ev.AnswerAdmission(handle, answer):
                 self.answers[handle] = answer
+                if answer.admitted and handle in self.asked:
+                    self.check_limits(self.asked[handle].tenant)
                 if answer.admitted and handle not in self.unpublished:
                     self.unpublished.append(handle)
             case ev.AnswerCancel(_, answer):
@@ -180,6 +187,32 @@ class World:
                 self.pending.append(lambda: self.store_work(core, effect))
             case ev.SendControl(worker, order):
                 self.pending.append(lambda: self.control(worker, order))
+
+    def check_limits(self, tenant: str) -> None:
+        """Right after an admission no limit is exceeded."""
+        quota = self.core.admission.quotas[tenant]
+        limits = self.core.admission.manifest.limits
+        assert LIMITS.concurrency is None or quota.open <= LIMITS.concurrency
+        for bucket in (quota.requests, quota.input, quota.output):
+            assert bucket.level(self.now) >= 0
+        assert self.core.admission.waiting <= limits.queued_requests
+        assert quota.waiting <= limits.tenant_queued_requests
+
+    def check_work_conserving(self) -> None:
+        """What could run now does, unless a worker is kept for a large request or the scan's bounds end it."""
+        core = self.core
+        if core.recovering or core.pool._claims or len(core.queue) > SCAN_PER_TENANT:
+            return
+        for request in core.requests.values():
+            if request.state is State.QUEUED:
+                placed = core.pool.place(
+                    request.id,
+                    choices=request.envelope.choices,
+                    tokens=request.cost.total,
+                    version="",
+                    suspect=request.deaths > 0,
+                )
+                assert placed is None, f"{request.id} waits although it fits {placed.beat.worker}"
 
     def store_attempt(self, event: AttemptEvent) -> bool:
         key = (event.request_id, event.attempt)

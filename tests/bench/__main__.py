@@ -1,0 +1,23 @@
+"""``make bench``: every benchmark in its short form, one after the other, each in a process of its own."""
+
+import subprocess
+import sys
+
+BENCHES: list[list[str]] = [
+    ["tests.bench.bench_stream"],
+    ["tests.bench.bench_scheduler"],
+    ["tests.bench.bench_overload", "--seconds", "40"],
+    ["tests.bench.bench_ledger"],
+]
+
+
+def main() -> int:
+    status = 0
+    for bench in BENCHES:
+        print(f"== {' '.join(bench)}", flush=True)
+        status |= subprocess.run([sys.executable, "-m", *bench], check=False).returncode
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
