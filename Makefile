@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps
 EXTRA := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 CODE := contracts gateway scheduler worker ledger compose
 
-.PHONY: help .venv run test lint format chaos bench clean
+.PHONY: help .venv run test lint format chaos explore bench clean
 
 help: ## show this list
 	@grep -hE '^[.a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([.a-z]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -66,10 +66,13 @@ format: .venv ## let ruff put the code into shape
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-chaos: .venv ## the tests that kill, freeze and cut off processes
-	@$(BIN)/python -m pytest tests/chaos $(ARGS)
+chaos: .venv ## a long run with random failures, checked from outside (ARGS="--requests 10000 --seed 1")
+	@$(BIN)/python -m tests.chaos.long_run $(ARGS)
 
-bench: .venv ## measure added latency and CPU per chunk (tests/bench)
+explore: .venv ## search the protocol's states for broken rules, as long as one likes (ARGS="--seconds 3600")
+	@$(BIN)/python -m tests.explore $(ARGS)
+
+bench: .venv ## measure: streams, scheduler, overload, ledger (tests/bench)
 	@$(BIN)/python -m tests.bench $(ARGS)
 
 clean: ## remove what was built here, .venv too; models stay in the cache

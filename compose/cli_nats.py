@@ -20,8 +20,8 @@ def nats_config(
     """Print the users block of the NATS configuration, or admit a tenant's services to the bus.
 
     Without --tenant: all services, each with what it needs and no more; passwords are variables. With --tenant: one
-    more user, who may submit, cancel and read for that tenant alone. With --data-dir the stack there keeps the user, and
-    a running server takes it at once.
+    more user, who may submit, cancel and read for that tenant alone. With --data-dir the stack that runs there takes
+    and keeps the user.
     """
     from compose import nats_users
     from contracts import permissions, subjects

@@ -21,6 +21,7 @@ Engine = Literal["vllm", "simulated"]
 Role = Literal["gateway", "scheduler", "worker", "ledger", "nats"]
 ROLES: tuple[Role, ...] = ("gateway", "scheduler", "worker", "ledger", "nats")
 
+
 class ComposeError(Exception):
     """Why a command cannot do what was asked, in words for the person who typed it."""
 
@@ -36,6 +37,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     """0 takes a free one."""
+    tls_cert: str
+    """Files of the certificate and its key; empty: plain HTTP."""
+    tls_key: str
     nats_url: str
     """Empty: start a server of our own."""
     clickhouse_url: str
@@ -56,6 +60,8 @@ class Secrets(msgspec.Struct, frozen=True, kw_only=True):
     """Of each role (contracts.permissions)."""
     nats_tenants: dict[str, str] = {}
     """Passwords of the tenants whose own services may use the bus."""
+    sql_password: str = ""
+    """Of the ledger's SQL door."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +87,8 @@ class DataDir:
         self.nats = self.path / "nats"
         self.ledger = self.path / "ledger"
         self.run = self.path / "run.json"
+        self.sql = self.path / "sql.json"
+        self.sql_password = self.path / "sql-password"
 
     def prepare(self) -> None:
         """Create the directories and the pepper; raises ComposeError when that cannot be done."""
@@ -125,6 +133,7 @@ class DataDir:
             admin_key=kept.admin_key if kept else ids.api_key(),
             nats_passwords=passwords,
             nats_tenants=tenants,
+            sql_password=(kept.sql_password if kept else "") or secrets.token_urlsafe(24),
         )
         if complete != kept:
             write_private(path, msgspec.json.encode(complete))
@@ -142,9 +151,15 @@ class DataDir:
     def write_run(self, run: Run) -> None:
         write_private(self.run, json.dumps(msgspec.to_builtins(run), indent=2).encode() + b"\n")
 
+    def write_sql(self, url: str, user: str, password: str) -> None:
+        """``sql.json``: the read-only SQL door of a running stack."""
+        given = {"url": url, "user": user, "password": password}
+        write_private(self.sql, json.dumps(given, indent=2).encode() + b"\n")
+
     def remove_run(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self.run.unlink()
+        for path in (self.run, self.sql):
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
 
 
 def write_private(path: Path, data: bytes) -> None:

@@ -28,8 +28,12 @@ from typing import Any
 
 from rich.console import Console
 
+from contracts.messages import Endpoint
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The public name of the model that `headrace up` serves unless told otherwise."""
+
+TEXT_ENDPOINTS: tuple[Endpoint, ...] = ("chat/completions", "completions", "responses", "messages")
 
 CONVERTER_VERSION = 1
 """Part of the cache key. Raise it when `convert` writes anything else for the same source."""
@@ -126,6 +130,7 @@ class PreparedModel:
     """`v1-` and the first 8 hexadecimal digits of a digest over `files`."""
     context: int
     """Most tokens of prompt and answer together (max_position_embeddings)."""
+    endpoints: tuple[Endpoint, ...] = TEXT_ENDPOINTS
 
 
 def prepare(name: str, *, progress: Callable[[str], None]) -> PreparedModel:
@@ -318,6 +323,7 @@ def _describe(name: str, path: Path, progress: Callable[[str], None]) -> Prepare
         tokenizer_fingerprint=tokenizer_fingerprint(path),
         version=f"v1-{hashlib.sha256(listing.encode()).hexdigest()[:8]}",
         context=_context(path),
+        endpoints=("embeddings",) if _embeds(path) else TEXT_ENDPOINTS,
     )
 
 
@@ -341,6 +347,14 @@ def _context(path: Path) -> int:
             if isinstance(part.get(key), int):
                 return int(part[key])
     raise ModelError(f"{path / 'config.json'} does not say how long a context is (max_position_embeddings)")
+
+
+def _embeds(path: Path) -> bool:
+    """Whether the model gives embeddings and no text: one of sentence-transformers, or without a language head."""
+    architectures = _read_json(path / "config.json").get("architectures") or []
+    return (path / "modules.json").is_file() or any(
+        name.endswith(("ForMaskedLM", "EmbeddingModel", "BertModel", "RobertaModel")) for name in architectures
+    )
 
 
 def _directory_name(path: Path) -> str:

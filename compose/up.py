@@ -37,6 +37,7 @@ STOP_ORDER: tuple[Role, ...] = ("gateway", "worker", "scheduler", "ledger", "nat
 GRACE_S: dict[Role, float] = {"gateway": 35.0, "worker": 35.0, "scheduler": 5.0, "ledger": 15.0, "nats": 5.0}
 """Longer than what the services give themselves to drain."""
 DEMO_TENANT = "demo"
+SQL_USER = "analyst"
 ADMIN_TENANT = "admin"
 SIMULATED_MODEL = "simulated"
 SIMULATED_VERSION = "sim-1"
@@ -124,6 +125,7 @@ class Stack:
         self._terminal = terminal
         self._secrets: Secrets = directory.secrets()
         self._nats = ""
+        self._sql = ""
         self._gateway_ports = [ports.free(shared=True) for _ in range(options.gateways)]
         self._metrics: dict[str, list[str]] = {}
         self._served = False
@@ -138,6 +140,8 @@ class Stack:
             if starting.done():
                 starting.result()
                 self._served = True
+                if self._sql:
+                    self._directory.write_sql(f"http://{self._sql}", SQL_USER, self._secrets.sql_password)
                 self._write_run()
                 self._greet(time.monotonic() - started_s)
             elif not self.supervisor.failed.done():
@@ -164,7 +168,7 @@ class Stack:
         for index, port in enumerate(self._gateway_ports):
             self._add_gateway(index, port)
         clickhouse = self._options.clickhouse_url or f"chdb://{self._directory.ledger}"
-        self._add_service("ledger", 0, {"HEADRACE_CLICKHOUSE_URL": clickhouse})
+        self._add_service("ledger", 0, {"HEADRACE_CLICKHOUSE_URL": clickhouse, **self._sql_door()})
         await self._wait_ready()
 
     async def _wait_ready(self) -> None:
@@ -248,9 +252,26 @@ class Stack:
         self._add_service(
             "gateway",
             index,
-            {"HEADRACE_LISTEN": json.dumps(listen), "HEADRACE_PEPPER_FILE": str(self._directory.pepper)},
-            lambda: http_reason("127.0.0.1", port),
+            {
+                "HEADRACE_LISTEN": json.dumps(listen),
+                "HEADRACE_PEPPER_FILE": str(self._directory.pepper),
+                "HEADRACE_TLS_CERT_FILE": self._options.tls_cert,
+                "HEADRACE_TLS_KEY_FILE": self._options.tls_key,
+            },
+            lambda: http_reason("127.0.0.1", port, tls=bool(self._options.tls_cert)),
         )
+
+    def _sql_door(self) -> dict[str, str]:
+        """Settings of the ledger's SQL door, which there is with the built-in engine."""
+        if self._options.clickhouse_url:
+            return {}
+        self._sql = f"127.0.0.1:{self._ports.free()}"
+        write_private(self._directory.sql_password, self._secrets.sql_password.encode())
+        return {
+            "HEADRACE_SQL_LISTEN": self._sql,
+            "HEADRACE_SQL_USER": SQL_USER,
+            "HEADRACE_SQL_PASSWORD_FILE": str(self._directory.sql_password),
+        }
 
     def _add_service(self, role: Role, index: int, settings: dict[str, str], probe: Probe | None = None) -> None:
         metrics_port = self._ports.free()
@@ -285,7 +306,11 @@ class Stack:
     @property
     def _url(self) -> str:
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._options.host, self._options.host)
-        return f"http://{host}:{self._port}"
+        return f"{self._scheme}://{host}:{self._port}"
+
+    @property
+    def _scheme(self) -> str:
+        return "https" if self._options.tls_cert else "http"
 
     def _nats_url(self, user: str) -> str:
         if self._options.nats_url:
@@ -299,7 +324,7 @@ class Stack:
         self._directory.write_run(
             Run(
                 url=self._url,
-                gateway_urls=[f"http://127.0.0.1:{port}" for port in self._gateway_ports],
+                gateway_urls=[f"{self._scheme}://127.0.0.1:{port}" for port in self._gateway_ports],
                 metrics_urls=self._metrics,
                 nats_url=self._nats_url("operator"),
                 key=self._secrets.key,
@@ -317,12 +342,15 @@ class Stack:
             "temperature": 0,
             "messages": [{"role": "user", "content": "What is the capital of France?"}],
         }
+        door = f"  SQL        http://{self._sql} (reads only; user and password in sql.json)\n" if self._sql else ""
         self._terminal.say(
             f"ready after {took_s:.1f} s\n\n"
             f"  page       {self._url}/\n"
+            f"  usage      {self._url}/usage\n"
             f"  API        {self._url}/v1\n"
             f"  key        {self._secrets.key}\n"
             f"  models     {', '.join(manifest.name for manifest in self._manifests)}\n"
+            f"{door}"
             f"  data       {self._directory.path} (logs in logs/, addresses in run.json)\n\n"
             f"  curl -N {self._url}/v1/chat/completions -H 'Authorization: Bearer {self._secrets.key}' \\\n"
             f"    -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n\n"
@@ -371,6 +399,7 @@ def make_manifest(engine: Engine, name: str, sim_context: int) -> Manifest:
         version=prepared.version,
         engine="vllm",
         context=prepared.context,
+        endpoints=prepared.endpoints,
         default_output_tokens=OUTPUT_TOKENS["vllm"],
         artifacts=prepared.files,
         path=str(prepared.path),

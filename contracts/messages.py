@@ -14,7 +14,7 @@ M = TypeVar("M")
 NOTHING = msgspec.Raw()
 """The absent raw field. Only this object is left out of the JSON; another empty Raw would make it invalid."""
 
-Endpoint = Literal["chat/completions", "completions"]
+Endpoint = Literal["chat/completions", "completions", "responses", "messages", "embeddings"]
 Priority = Literal["interactive", "batch"]
 Outcome = Literal["completed", "cancelled", "failed", "lost", "expired"]
 

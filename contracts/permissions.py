@@ -130,6 +130,7 @@ _SCHEDULER = (
     *_read(topology.ATTEMPTS),
     f"$JS.API.STREAM.MSG.DELETE.{topology.REQUESTS}",
     f"$JS.API.STREAM.MSG.DELETE.{topology.WORK}",
+    f"$JS.API.CONSUMER.INFO.{topology.WORK}.*",
     *_watch(topology.TENANTS, topology.BUDGETS, topology.MODELS),
     *_keep(topology.LEASES),
 )

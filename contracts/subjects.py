@@ -192,6 +192,7 @@ QUEUES = "queues.v1"
 
 
 def queues(model: str) -> str:
+    """Question to a model's scheduler about its live queues."""
     return f"{QUEUES}.{encode(model)}"
 
 
@@ -201,6 +202,7 @@ HEARTBEATS = "hb.v1.>"
 
 
 def worker_heartbeat(model: str, worker: str) -> str:
+    """Heartbeat of a worker: its state, its room, and the attempts that it holds."""
     return f"hb.v1.worker.{encode(model)}.{encode(worker)}"
 
 
@@ -235,6 +237,7 @@ GATEWAY_REPLIES = "reply.v1._gw."
 
 
 def gateway_mailbox(incarnation: str) -> str:
+    """Where frames of all streams of one gateway go."""
     return f"{GATEWAY_REPLIES}{encode(incarnation)}"
 
 

@@ -5,7 +5,7 @@ Each size says why it has that value. Replicas are the operator's: streams are m
 
 from typing import Any
 
-from contracts.bus import Bus, BusError, NotFound
+from contracts.bus import Bus, BusError, NotFound, Unavailable
 
 REQUESTS = "REQUESTS"
 WORK = "WORK"
@@ -104,7 +104,8 @@ async def ensure(bus: Bus) -> list[str]:
     """Create what is missing; what is there and differs is left alone and returned, one line per setting.
 
     Any number of processes may do this at once: the server gives one of them the creation, and the same
-    answer to the others.
+    answer to the others. On a server with permissions only the operator may create: the services look, and raise
+    BusError when something is missing.
     """
     drift: list[str] = []
     for wanted in STREAMS:
@@ -126,6 +127,8 @@ async def _existing(bus: Bus, wanted: dict[str, Any]) -> dict[str, Any]:
         try:
             return await _config(bus, name)
         except NotFound:
+            if isinstance(error, Unavailable):
+                raise BusError(f"{name} is not there, and only an operator may make it (headrace model add)") from error
             raise error from None
 
 

@@ -7,6 +7,7 @@ model's context. Everything else (limits, capacity, order, deadline) is the sche
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -28,7 +29,7 @@ from contracts.messages import (
 )
 from gateway import threads, validation
 from gateway.auth import Identity
-from gateway.catalog import Catalog
+from gateway.catalog import Catalog, Model
 
 LARGE_BYTES = 256 << 10
 """Bodies over this are taken apart on a thread, in steps of tens of milliseconds at most (1M tokens, measured)."""
@@ -91,8 +92,7 @@ class Admission:
 
         Raises HeadraceError.
         """
-        size = len(memoryview(data))
-        large = size > LARGE_BYTES
+        large = len(memoryview(data)) > LARGE_BYTES
         body = await threads.run(large, validation.decode, data)
         if model and body.setdefault("model", model) != model:
             raise HeadraceError(
@@ -101,17 +101,12 @@ class Admission:
         entry = self._catalog.resolve(validation.model_of(body), call.identity.tenant)
         manifest = entry.manifest
         call.model = manifest.name
-        if call.endpoint not in manifest.endpoints:
-            raise HeadraceError(
-                "invalid_request", f"The model {manifest.name!r} does not serve {call.endpoint}.", param="model"
-            )
-        await entry.tokens.ready()
-        valid = await threads.run(large, validation.validate, call.endpoint, body, manifest, entry.tokens.vocabulary)
+        valid, prompts = await _counted(entry, call.endpoint, body, len(memoryview(data)))
         call.stream = valid.stream
-        prompts = await entry.tokens.count(call.endpoint, valid.fields, size)
         call.prompt_tokens = sum(prompts)
-        limit = output_limit(manifest, call.endpoint, prompts, valid)
-        call.body = await threads.run(large, msgspec.json.encode, {**valid.fields, "max_tokens": limit})
+        limit = output_limit(manifest, prompts, valid)
+        stated = {valid.limit_field: limit} if valid.limit_field else {}
+        call.body = await threads.run(large, msgspec.json.encode, valid.fields | stated)
         tenant = call.identity.tenant
         return RequestEnvelope(
             request_id=call.request_id,
@@ -133,6 +128,13 @@ class Admission:
             client_request_id=call.client_request_id,
             prefix_caching=tenant.prefix_caching,
         )
+
+    async def count(self, identity: Identity, data: bytes) -> int:
+        """Prompt tokens of a body of the Messages API, whose output limit is of no account. Raises HeadraceError."""
+        body = await threads.run(len(data) > LARGE_BYTES, validation.decode, data)
+        entry = self._catalog.resolve(validation.model_of(body), identity.tenant)
+        _, prompts = await _counted(entry, "messages", body | {"max_tokens": 2**31 - 1}, len(data))
+        return sum(prompts)
 
     async def admit(self, call: Call, envelope: RequestEnvelope) -> RequestEnvelope:
         """Ask the model's scheduler; the envelope with its answer.
@@ -239,26 +241,41 @@ class Admission:
         return msgspec.structs.replace(envelope, body_object=envelope.request_id)
 
 
-def output_limit(manifest: Manifest, endpoint: Endpoint, prompts: list[int], valid: validation.Valid) -> int:
+async def _counted(
+    entry: Model, endpoint: Endpoint, body: dict[str, Any], size: int
+) -> tuple[validation.Valid, list[int]]:
+    """A body of ``size`` bytes, checked, and the tokens of each of its prompts. Raises HeadraceError."""
+    manifest = entry.manifest
+    if endpoint not in manifest.endpoints:
+        raise HeadraceError("invalid_request", f"The model {manifest.name!r} does not serve {endpoint}.", param="model")
+    await entry.tokens.ready()
+    vocabulary = entry.tokens.vocabulary
+    valid = await threads.run(size > LARGE_BYTES, validation.validate, endpoint, body, manifest, vocabulary)
+    return valid, await entry.tokens.count(endpoint, valid.fields, size)
+
+
+def output_limit(manifest: Manifest, prompts: list[int], valid: validation.Valid) -> int:
     """Output tokens per choice that are reserved and allowed; raises HeadraceError when they cannot fit."""
-    longest = max(prompts)
+    part, longest = valid.prompt_field, max(prompts)
     if min(prompts) == 0:
-        raise HeadraceError("invalid_request", "prompt: The prompt has no tokens.", param="prompt")
+        raise HeadraceError("invalid_request", f"{part}: The {part} has no tokens.", param=part)
     room = manifest.context - longest
     asked = valid.max_output_tokens
-    if room < (asked or 1):
-        part = "messages" if endpoint == "chat/completions" else "prompt"
+    if room < (1 if asked is None else asked):
+        has = f"{longest} in the {part}"
         if asked is None:
-            asks = f"your {part} have {longest} tokens, and at least one must be left for the completion"
+            asks = f"you asked for {longest} tokens ({has}), and at least one must be left for the completion"
+        elif valid.limit_field:
+            asks = f"you asked for {longest + asked} tokens ({has}, {asked} in the completion)"
         else:
-            asks = f"you asked for {longest + asked} tokens ({longest} in the {part}, {asked} in the completion)"
+            asks = f"you asked for {longest} tokens"
         raise HeadraceError(
             "context_length_exceeded",
             f"This model's maximum context length is {manifest.context} tokens. However, {asks}. "
             f"Please reduce the length of the {part} or of the completion.",
             param=part,
         )
-    return asked or min(max(manifest.default_output_tokens, valid.least_output_tokens), room)
+    return min(max(manifest.default_output_tokens, valid.least_output_tokens), room) if asked is None else asked
 
 
 def _priority(tenant: TenantRecord) -> Priority:

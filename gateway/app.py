@@ -7,11 +7,12 @@ from pathlib import Path
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from contracts.bus import Bus
 from contracts.errors import HeadraceError
 from contracts.messages import Manifest
+from gateway import reference
 from gateway.admin import Admin
 from gateway.auth import Directory, Identity
 from gateway.catalog import Catalog
@@ -46,6 +47,10 @@ def build(
     app.router.routes += [
         Route("/v1/chat/completions", partial(completions, "chat/completions"), methods=["POST"]),
         Route("/v1/completions", partial(completions, "completions"), methods=["POST"]),
+        Route("/v1/responses", partial(completions, "responses"), methods=["POST"]),
+        Route("/v1/messages", partial(completions, "messages"), methods=["POST"]),
+        Route("/v1/messages/count_tokens", completions.count_tokens, methods=["POST"]),
+        Route("/v1/embeddings", partial(completions, "embeddings"), methods=["POST"]),
         Route("/v1/models", pages.models, methods=["GET"]),
         Route("/v1/models/{model:path}", pages.model, methods=["GET"]),
         Route("/health/live", pages.live, methods=["GET"]),
@@ -53,6 +58,7 @@ def build(
         Route("/", pages.index, methods=["GET"]),
         *admin.routes(),
         *Usage(directory, bus).routes(),
+        *reference.routes(),
     ]
     app.add_exception_handler(HeadraceError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -99,6 +105,7 @@ def _model(manifest: Manifest) -> dict[str, object]:
         "created": manifest.created_at_ms // 1000,
         "owned_by": "headrace",
         "max_model_len": manifest.context,
+        "endpoints": manifest.endpoints,
     }
 
 
@@ -128,9 +135,16 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         _CODES.get(error.status_code, "invalid_request"),
         f"{method} is not allowed here." if error.status_code == 405 else f"There is nothing at {path!r}.",
     )
-    headers = [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
+    headers = [(b"allow", ", ".join(_allowed(request)).encode())] if error.status_code == 405 else []
     await exchange.fail(known, headers, status=error.status_code)
     return _Sent()
+
+
+def _allowed(request: Request) -> list[str]:
+    """Methods of the path; the router knows those of its first route alone."""
+    routes = [route for route in request.app.router.routes if isinstance(route, Route)]
+    methods = [route.methods or () for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for found in methods for method in found})
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

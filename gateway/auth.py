@@ -73,14 +73,14 @@ class Directory:
 
         The work is the same for every credential, and what is compared is an HMAC that the caller cannot choose.
         """
-        secret = _bearer(headers)
+        secret = _secret(headers)
         digest = hmac.digest(self._pepper, secret, hashlib.sha256).hex()
         key = self._keys.get(digest)
         tenant = None if key is None or key.revoked_at_ms else self.tenant(key.tenant)
         if key is None or tenant is None or not secret:
             raise HeadraceError(
                 "invalid_api_key",
-                "No valid API key was given. Send it as 'Authorization: Bearer hr_...'.",
+                "No valid API key was given. Send it as 'Authorization: Bearer hr_...' or 'x-api-key: hr_...'.",
             )
         return Identity(tenant, key.id, key.admin)
 
@@ -99,16 +99,16 @@ class Directory:
             self._tenants[name] = record
 
 
-def _bearer(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The one bearer credential; empty when there is none, or more than one."""
-    given = [value for name, value in headers if name == b"authorization"]
+def _secret(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The one credential, a bearer's or Anthropic's ``x-api-key``; empty when there is none, or more than one."""
+    given = [(name, value.strip()) for name, value in headers if name in (b"authorization", b"x-api-key")]
     if len(given) != 1:
         return b""
-    scheme, _, secret = given[0].strip().partition(b" ")
-    secret = secret.strip()
-    if scheme.lower() != b"bearer" or len(secret) > SECRET_BYTES_MAX:
-        return b""
-    return secret
+    name, secret = given[0]
+    if name == b"authorization":
+        scheme, _, secret = secret.partition(b" ")
+        secret = secret.strip() if scheme.lower() == b"bearer" else b""
+    return secret if len(secret) <= SECRET_BYTES_MAX else b""
 
 
 def _decoded(codec: Codec[M], name: str, entry: KvEntry | None) -> M | None:

@@ -53,10 +53,13 @@ async def _gather(receive: Receive, bytes_max: int) -> bytes:
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
+_TAKEN_AS_JSON = (b"", b"application/json", b"text/plain", b"application/x-www-form-urlencoded")
+"""Also no type at all, and what clients send that think of none: ``curl -d`` claims a form."""
+
+
 def _check_type(value: bytes) -> None:
-    """JSON by name, or no name: a body without a Content-Type is taken as JSON."""
     kind = value.partition(b";")[0].strip().lower()
-    if kind and kind != b"application/json" and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
+    if kind not in _TAKEN_AS_JSON and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
         raise HeadraceError("unsupported_media_type", "Send the body as 'Content-Type: application/json'.")
 
 

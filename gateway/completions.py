@@ -11,11 +11,12 @@ from typing import Self
 
 import msgspec
 import structlog
+from starlette.requests import Request
+from starlette.responses import Response
 
-from contracts import errors
 from contracts.errors import HeadraceError
 from contracts.messages import Endpoint, ErrorData, RateLimits, Reply
-from gateway import body, metrics
+from gateway import body, metrics, wire
 from gateway.admission import Admission, Call
 from gateway.auth import Directory
 from gateway.body import CallerLeft
@@ -25,7 +26,6 @@ from gateway.streams import KEEP_ALIVE, Hub, Stream
 
 _log = structlog.get_logger()
 
-DONE = b"data: [DONE]\n\n"
 DEADLINE_MS_MAX = 3_600_000
 
 _STREAM_HEADERS: Headers = [
@@ -123,6 +123,22 @@ class Completions:
                 self._idle.set()
             ending.log()
 
+    async def count_tokens(self, request: Request) -> Response:
+        """Anthropic's ``/v1/messages/count_tokens``: answered here, nothing is admitted or charged."""
+        exchange: Exchange = request.scope["headrace"]
+        headers = exchange.scope["headers"]
+        identity = self._directory.authenticate(headers)
+        try:
+            data = await self._read(exchange)
+        except CallerLeft:
+            return Response(status_code=499)
+        tokens = await self._admission.count(identity, data)
+        return Response(msgspec.json.encode({"input_tokens": tokens}), media_type="application/json")
+
+    async def _read(self, exchange: Exchange) -> bytes:
+        config, headers = self._config, exchange.scope["headers"]
+        return await body.read(headers, exchange.receive, bytes_max=config.body_bytes_max, s_max=config.body_s_max)
+
     async def _serve(self, endpoint: Endpoint, exchange: Exchange, ending: "_Ending") -> None:
         if self.draining:
             raise HeadraceError("shutting_down", "This server is shutting down; try again.", retry_after_s=1)
@@ -130,9 +146,7 @@ class Completions:
         identity = self._directory.authenticate(headers)
         ending.identified(identity.tenant.name, identity.key_id)
         deadline_ms = _deadline_ms(headers)
-        data = await body.read(
-            headers, exchange.receive, bytes_max=self._config.body_bytes_max, s_max=self._config.body_s_max
-        )
+        data = await self._read(exchange)
         call = ending.call = Call(
             request_id=exchange.request_id,
             identity=identity,
@@ -155,7 +169,7 @@ class Completions:
                 await self._admission.publish(call, envelope)
                 del envelope
                 if stream.sse:
-                    await _write_events(exchange, stream, caller, ending)
+                    await _write_events(exchange, stream, caller, ending, wire.of(endpoint))
                 else:
                     await _write_answer(exchange, stream, caller, ending)
             except asyncio.CancelledError:
@@ -166,7 +180,9 @@ class Completions:
                 self._hub.leave(stream)
 
 
-async def _write_events(exchange: Exchange, stream: Stream, caller: Caller, ending: "_Ending") -> None:
+async def _write_events(
+    exchange: Exchange, stream: Stream, caller: Caller, ending: "_Ending", forms: wire.Wire
+) -> None:
     """Server-sent events until the stream's end. Raises HeadraceError when it ends before anything was sent."""
     await stream.ready()
     if stream.ended and not stream.first_chunk_at:
@@ -182,7 +198,10 @@ async def _write_events(exchange: Exchange, stream: Stream, caller: Caller, endi
         await stream.ready()
         data = stream.take()
     failure = ending.failure_of(stream)
-    data += DONE if failure is None else _error_event(failure, stream)
+    if failure is None:
+        data += forms.done
+    else:
+        data += forms.error_event(failure, stream.request_id, stream.attempt, stream.chunks)
     caller.let_go()
     await send({"type": "http.response.body", "body": data, "more_body": False})
 
@@ -194,13 +213,6 @@ async def _write_answer(exchange: Exchange, stream: Stream, caller: Caller, endi
     ending.raise_for(stream)
     caller.let_go()
     await exchange.respond(200, stream.take(), b"application/json", _limit_headers(ending.limits))
-
-
-def _error_event(error: ErrorData, stream: Stream) -> bytes:
-    """The last event of a stream that failed; no [DONE] follows it."""
-    content = errors.body(error.code, error.message, error.param)
-    content["error"] |= {"request_id": stream.request_id, "attempt": stream.attempt}  # type: ignore[operator]
-    return b"data: %b\n\n" % msgspec.json.encode(content)
 
 
 def _deadline_ms(headers: Headers) -> int | None:

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import structlog
 
-from contracts import errors, ids
+from contracts import ids
 from contracts.errors import HeadraceError
-from gateway import metrics
+from gateway import metrics, wire
 
 _log = structlog.get_logger()
 
@@ -52,6 +52,7 @@ class Exchange:
         "scope",
         "started_at",
         "status",
+        "wire",
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,6 +68,9 @@ class Exchange:
         self.answer_headers: Headers = [(b"x-request-id", self.request_id.encode())]
         if self.client_request_id:
             self.answer_headers.append((b"x-client-request-id", self.client_request_id.encode()))
+        self.wire = wire.of_path(scope["path"])
+        if self.wire is wire.MESSAGES:
+            self.answer_headers.append((b"request-id", self.request_id.encode()))  # Anthropic's name for it
         self._linger = False
 
     async def receive(self) -> ASGIMessage:
@@ -112,9 +116,9 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": body})
 
     async def fail(self, error: HeadraceError, headers: Headers | None = None, *, status: int = 0) -> None:
-        """Answer with OpenAI's error body."""
+        """Answer with the API's error body."""
         metrics.REFUSALS.labels(error.code).inc()
-        body = msgspec.json.encode(errors.body(error.code, error.message, error.param))
+        body = msgspec.json.encode(self.wire.error_body(error.code, error.message, error.param, self.request_id))
         extra = list(headers or ())
         if error.entry.retry_after:
             extra.append((b"retry-after", str(max(1, error.retry_after_s or 1)).encode()))

@@ -10,8 +10,19 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.fields import Positive, Stops, Temperature, Text, TopK, TopP, Valid, check_temperature, converted
-from gateway.fields import refuse, travelling
+from gateway.fields import (
+    Positive,
+    Stops,
+    Temperature,
+    Text,
+    TopK,
+    TopP,
+    Valid,
+    check_temperature,
+    converted,
+    refuse,
+    travelling,
+)
 
 BILLING_HEADER = "x-anthropic-billing-header"
 """Claude Code's first system text, which vLLM leaves out."""

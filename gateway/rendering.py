@@ -21,9 +21,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 
 from contracts.errors import HeadraceError
-
-_BILLING_HEADER = "x-anthropic-billing-header"
-"""A line that Claude Code puts first in its system prompt and that vLLM drops."""
+from gateway.messages_api import BILLING_HEADER
 
 
 class _Generation(jinja2.ext.Extension):
@@ -78,6 +76,8 @@ class ChatTemplate:
         self._variables = jinja2.meta.find_undeclared_variables(tree)
         self._walks_parts = next(_loops_over_content(tree), None) is not None
         self._knows_developer = '"developer"' in source or "'developer'" in source
+        self.system_first = _wants_system_first(source)
+        """The template takes system text only at the start."""
 
     @classmethod
     def from_directory(cls, directory: Path) -> "ChatTemplate | None":
@@ -151,6 +151,19 @@ class ChatTemplate:
         return normal
 
 
+def _wants_system_first(source: str) -> bool:
+    """As vLLM finds out, in a plain environment, where a template that needs more of it counts as one that does."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    messages = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+    try:
+        environment.from_string(source).render(messages=messages, add_generation_prompt=False)
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError):
+        return True
+    return False
+
+
 def _special_tokens(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in settings.items():
         if name.endswith("_token"):
@@ -168,9 +181,10 @@ def _texts(content: str | list[dict[str, Any]] | None) -> list[str]:
 
 
 def _without_billing_header(texts: list[str]) -> list[str]:
+    """Claude Code puts a line first in its system prompt that vLLM drops, in chats, too."""
     kept = []
     for text in texts:
-        if text.startswith(_BILLING_HEADER):
+        if text.startswith(BILLING_HEADER):
             text = text.partition("\n")[2]
             if not text:
                 continue

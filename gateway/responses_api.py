@@ -214,9 +214,7 @@ def _add_item(item: dict[str, Any], messages: list[dict[str, Any]]) -> None:
         messages.append({"role": item["role"], "content": item["content"]})
 
 
-def _add_to_assistant(
-    last: dict[str, Any] | None, name: str, text: str, messages: list[dict[str, Any]]
-) -> None:
+def _add_to_assistant(last: dict[str, Any] | None, name: str, text: str, messages: list[dict[str, Any]]) -> None:
     if last is not None and last.get(name) is None:
         last[name] = text
     else:

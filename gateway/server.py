@@ -18,20 +18,33 @@ from gateway.edge import App
 KEEP_ALIVE_S = 90
 """Longer than proxies and client pools keep an idle connection (60 to 75 s), so that they close it, not we."""
 HEAD_BYTES_MAX = 64 << 10
+HEAD_S_MAX = 30.0
+"""From a head's first byte to its last: far more than any network needs (a guess)."""
 BACKLOG = 4096
 UNACKED_MS_MAX = 60_000
 """A peer that takes no byte for so long is gone (TCP_USER_TIMEOUT; counts a closed window, too)."""
 
 
 class Protocol(HttpToolsProtocol):
-    """HTTP/1.1 with a bound on the head of a request, and errors in OpenAI's shape."""
+    """HTTP/1.1 with bounds on the size and the time of a request's head, and errors in OpenAI's shape."""
 
     _head_bytes = 0
     _in_head = True
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # uvicorn sets this only after an answer; a connection that never asks is as idle.
+        self.timeout_keep_alive_task = self.loop.call_later(KEEP_ALIVE_S, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
             self._head_bytes += len(data)
+            self._start_head_timer()
         super().data_received(data)
         if self._in_head and self._head_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
             self._refuse(431, "The request's headers are too large.")
@@ -39,17 +52,40 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
+        self._start_head_timer()
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._head_bytes = 0
+        self._stop_head_timer()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_head = True  # What comes now belongs to the next request.
+        super().on_message_complete()
+
+    def _start_head_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_S_MAX, self._head_is_late)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._start_head_timer()  # An answer is under way, and what waits behind it has time.
+        elif not self.transport.is_closing():
+            self._refuse(408, f"The request's headers did not arrive within {HEAD_S_MAX:g} seconds.")
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg)
 
     def _refuse(self, status: int, message: str) -> None:
-        body = msgspec.json.encode(errors.body("invalid_request", message))
+        code = "request_timeout" if status == 408 else "invalid_request"
+        body = msgspec.json.encode(errors.body(code, message))
         self.transport.write(
             b"HTTP/1.1 %d \r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
             % (status, len(body), body)

@@ -30,7 +30,7 @@ from contracts.messages import (
     StatusRequest,
 )
 from contracts.relay import AskFrames, AskStatus, Effects, Fail, Finish, Forward, Relay
-from gateway import metrics
+from gateway import metrics, wire
 
 _log = structlog.get_logger()
 
@@ -49,7 +49,7 @@ KEEP_ALIVE = b": keep-alive\n"
 
 Reason = Literal["client_disconnected", "client_cancelled", "slow_reader", "shutdown"]
 
-_MAY_STILL_RUN = ("stream_interrupted", "unavailable", "internal_error")
+_MAY_STILL_RUN = ("stream_interrupted", "unavailable", "internal_error", "worker_lost")
 """Failures that a relay finds by itself, while a worker may go on generating for nobody."""
 
 _reply_codec = Codec[ReplyMessage](ReplyMessage)
@@ -67,6 +67,7 @@ class Stream:
 
     __slots__ = (
         "_bytes_max",
+        "_event",
         "_gaps",
         "_held_until",
         "_last_chunk_at",
@@ -74,6 +75,7 @@ class Stream:
         "_pending_bytes",
         "_waiter",
         "attempt",
+        "chunks",
         "commit",
         "committed",
         "end",
@@ -93,6 +95,7 @@ class Stream:
         self.model = envelope.model
         self.tenant = envelope.tenant
         self.sse = envelope.stream
+        self.chunks = 0
         self.relay = Relay(stream=envelope.stream, now_ms=int(now * 1000))
         self.attempt = 0
         """Highest attempt heard of."""
@@ -111,6 +114,7 @@ class Stream:
         self._bytes_max = bytes_max
         self._waiter: asyncio.Future[None] | None = None
         self._gaps = metrics.INTER_TOKEN.of(envelope.model)
+        self._event = wire.of(envelope.endpoint).event
 
     @property
     def ended(self) -> bool:
@@ -141,7 +145,8 @@ class Stream:
         else:
             self.first_chunk_at = now
         self._last_chunk_at = now
-        self._put(b"data: %b\n\n" % data if self.sse else bytes(data))
+        self.chunks += 1
+        self._put(self._event(data) if self.sse else bytes(data))
         return self._pending_bytes <= self._bytes_max or not self.sse
 
     def finish(self, end: EndData) -> None:

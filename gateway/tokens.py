@@ -14,7 +14,7 @@ import structlog
 from contracts.errors import HeadraceError
 from contracts.messages import Endpoint, Manifest
 from contracts.simulated import simulated_prompts
-from gateway import metrics, threads
+from gateway import messages_api, metrics, responses_api, threads
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -86,16 +86,22 @@ class TokenCounter:
     def _count(self, endpoint: Endpoint, fields: dict[str, Any]) -> list[int]:
         if self._tokenizer is None:
             return [len(prompt) for prompt in simulated_prompts(endpoint, fields)]
-        if endpoint == "chat/completions":
-            if self._template is None:
-                raise HeadraceError("invalid_request", "This model has no chat template.", param="messages")
-            return self._lengths([self._template.render(fields)], special_tokens=False)
-        prompt = fields["prompt"]
+        if endpoint in ("chat/completions", "responses", "messages"):
+            return self._lengths([self._rendered(endpoint, fields)], special_tokens=False)
+        prompt = fields["input" if endpoint == "embeddings" else "prompt"]
         if isinstance(prompt, str):
             return self._lengths([prompt], special_tokens=True)
         if isinstance(prompt[0], str):
             return self._lengths(prompt, special_tokens=True)
         return [len(prompt)] if isinstance(prompt[0], int) else [len(ids) for ids in prompt]
+
+    def _rendered(self, endpoint: Endpoint, fields: dict[str, Any]) -> str:
+        template = self._template
+        if template is None:
+            raise HeadraceError("invalid_request", "This model has no chat template.", param="model")
+        if endpoint == "messages":
+            return template.render(messages_api.chat(fields, system_first=template.system_first))
+        return template.render(responses_api.chat(fields) if endpoint == "responses" else fields)
 
     def _lengths(self, texts: list[str], *, special_tokens: bool) -> list[int]:
         assert self._tokenizer is not None

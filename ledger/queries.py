@@ -8,15 +8,15 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from contracts.messages import LatencyDimension, LatencyQuery, UsageDimension, UsageQuery
-from ledger.periods import DAY_S, Level, Piece, Plan
+from ledger.periods import DAY_S, HOUR_S, Level, Piece, Plan
 
 ROWS_MAX = 10_000
 """Most rows of one answer."""
 OFFSET_MAX = 10_000_000
 HOURS_RANGE_MS_MAX = 92 * 86_400_000
 """Longest range by hour: the plan names each hour, and ClickHouse reads at most 256 KB of text."""
-TENANTS_HOURS_RANGE_MS_MAX = 2 * 86_400_000
-"""Longest range of latencies of all tenants by hour: there is a sketch for each, and merging takes 1 us or more."""
+TENANTS_HOURS_RANGE_MS_MAX = 6 * 3_600_000
+"""Longest range of latencies of all tenants by hour: there is a sketch for each, and merging takes microseconds."""
 
 SETTINGS = {
     "do_not_merge_across_partitions_select_final": 1,
@@ -72,9 +72,10 @@ _HOUR = "toStartOfHour(admitted_at, 'UTC')"
 
 # A request counts once in an hour, in the group of its highest attempt (all attempts of a request have one time of
 # admission). Nearly all have attempt 1 alone, so the set of the others is small, which is cheaper than distinct ids.
+# It is read without FINAL, at a third of the cost: which attempts there are is the same whichever copy counts.
 _REQUESTS = (
-    f"countIf((request_id, {_HOUR}) NOT IN (SELECT request_id, {_HOUR} FROM attempts FINAL WHERE {{others}})"
-    f" OR (request_id, {_HOUR}, attempt) IN (SELECT request_id, {_HOUR}, max(attempt) FROM attempts FINAL"
+    f"countIf((request_id, {_HOUR}) NOT IN (SELECT request_id, {_HOUR} FROM attempts WHERE {{others}})"
+    f" OR (request_id, {_HOUR}, attempt) IN (SELECT request_id, {_HOUR}, max(attempt) FROM attempts"
     f" WHERE {{others}} GROUP BY request_id, {_HOUR}))"
 )
 
@@ -129,10 +130,12 @@ def _time(at_s: int) -> str:
     return f"toDateTime({min(max(at_s, 0), (1 << 32) - 1)}, 'UTC')"
 
 
-def _pairs(periods: Sequence[tuple[int, int]]) -> str:
+def _built(periods: Sequence[tuple[int, int]]) -> str:
+    """A build's number is its period's alone, so that one column tells whether a row counts (the pair of start and
+    number takes four times as long)."""
     starts = [start_s for start_s, _ in periods]
-    pairs = ",".join(f"({start_s},{build})" for start_s, build in periods)
-    return f"start >= {_time(min(starts))} AND start <= {_time(max(starts))} AND (start, build) IN ({pairs})"
+    numbers = ",".join(str(build) for _, build in periods)
+    return f"start >= {_time(min(starts))} AND start <= {_time(max(starts))} AND build IN ({numbers})"
 
 
 def _in_pieces(raw: Sequence[Piece]) -> str:
@@ -154,7 +157,7 @@ def usage_source(plan: Plan, condition: str = "1") -> str:
     keys = ", ".join(KEYS)
     kept = ", ".join(f"{name} AS n_{name}" for name in SUMS)
     parts = [
-        f"SELECT start, {keys}, {kept} FROM {table} WHERE {_pairs(periods)} AND {condition}"
+        f"SELECT start, {keys}, {kept} FROM {table} WHERE {_built(periods)} AND {condition}"
         for table, periods in (("usage_days", plan.days), ("usage_hours", plan.hours))
         if periods
     ]
@@ -305,12 +308,16 @@ _SAMPLES = {
 """Each span in ms, and of which attempts it is taken."""
 
 
-def latency_source(plan: Plan, condition: str = "1") -> str:
-    """All that the plan names, as a SELECT: ``start``, LATENCY_KEYS, and for each span its count and sketch."""
+def latency_source(plan: Plan, condition: str, whole: Collection[str] = ()) -> str:
+    """All that the plan names, as a SELECT: ``start``, LATENCY_KEYS, and for each span its count and sketch.
+
+    ``whole``: keys that are not told apart, and are empty; ``tenant``, or all the others, or all.
+    """
+    rows = "".join(f" AND {key} {'=' if key in whole else '!='} ''" for key in ("tenant", "model"))
     keys = ", ".join(LATENCY_KEYS)
     kept = ", ".join(f"{span}_count, {span}" for span in SPANS)
     parts = [
-        f"SELECT start, {keys}, {kept} FROM {table} WHERE {_pairs(periods)} AND {condition}"
+        f"SELECT start, {keys}, {kept} FROM {table} WHERE {_built(periods)} AND {condition}{rows}"
         for table, periods in (("latency_days", plan.days), ("latency_hours", plan.hours))
         if periods
     ]
@@ -319,18 +326,13 @@ def latency_source(plan: Plan, condition: str = "1") -> str:
             f"countIf({taken}) AS {span}_count, quantilesDDStateIf{_LEVELS}({value}, {taken}) AS {span}"
             for span, (value, taken) in _SAMPLES.items()
         )
-        # Attempts have a tenant each, so the rows of all tenants are made here, if they are what is asked for.
-        of_all = condition == _OF_ALL
-        shown = keys.replace("tenant", "'' AS tenant", 1) if of_all else keys
+        # Attempts have a tenant and a model each, so the rows of all are made here, if they are what is asked for.
+        shown = ", ".join(f"'' AS {key}" if key in whole else key for key in LATENCY_KEYS)
         parts.append(
             f"SELECT {_HOUR} AS start, {shown}, {samples} FROM attempts FINAL"
-            f" WHERE ({_in_pieces(plan.raw) or '0'}) AND {'1' if of_all else condition} GROUP BY start, {keys}"
+            f" WHERE ({_in_pieces(plan.raw) or '0'}) AND {condition} GROUP BY start, {keys}"
         )
     return " UNION ALL ".join(parts)
-
-
-_OF_ALL = "tenant = ''"
-_OF_EACH = "tenant != ''"
 
 
 def latency(query: LatencyQuery, plan: Plan) -> Query:
@@ -340,7 +342,9 @@ def latency(query: LatencyQuery, plan: Plan) -> Query:
     """
     check_latency(query)
     parameters: dict[str, object] = {"limit": query.limit + 1, "offset": query.offset}
-    condition = _OF_EACH if "tenant" in query.by else _OF_ALL
+    condition = "1"
+    whole = {"tenant"} if query.tenant is None and "tenant" not in query.by else set()
+    whole |= set() if set(query.by) & set(LATENCY_KEYS[1:]) else set(LATENCY_KEYS[1:])
     if query.tenant is not None:
         condition = "tenant = {tenant:String}"
         parameters["tenant"] = query.tenant
@@ -354,8 +358,9 @@ def latency(query: LatencyQuery, plan: Plan) -> Query:
         f"sum({span}_count) AS c_{span}, quantilesDDMerge{_LEVELS}({span}) AS q_{span}" for span in SPANS
     )
     figures = ", ".join(f"c_{span}, q_{span}" for span in SPANS)
+    source = latency_source(plan, condition, whole)
     text = (
-        f"SELECT {shown}{figures} FROM (SELECT {inner}{merged} FROM ({latency_source(plan, condition)}){grouping})"
+        f"SELECT {shown}{figures} FROM (SELECT {inner}{merged} FROM ({source}){grouping})"
         f"{ordering} LIMIT {{limit:UInt64}} OFFSET {{offset:UInt64}}"
     )
     return Query(text, parameters)
@@ -369,37 +374,43 @@ def check_latency(query: LatencyQuery) -> None:
     if "hour" in query.by and length_ms > HOURS_RANGE_MS_MAX:
         raise BadQuery("by hour a range has at most 92 days")
     if {"hour", "tenant"} <= set(query.by) and query.tenant is None and length_ms > TENANTS_HOURS_RANGE_MS_MAX:
-        raise BadQuery("by hour and tenant a range has at most 2 days, unless one tenant is named")
+        raise BadQuery("by hour and tenant a range has at most 6 hours, unless one tenant is named")
 
 
 # Builds ----------------------------------------------------------------------------------------------------
 
 
-def build(level: Level, number: int, plan: Plan) -> list[Query]:
-    """Statements that add the rows of a build; they count only when ``finish_build`` has been done."""
+def build(level: Level, number: int, day_s: int, plan: Plan) -> list[Query]:
+    """Statements that add the rows of builds; they count only when ``finish_build`` has been done.
+
+    All periods lie in the day that starts at ``day_s``; hour 0 of it gets ``number``, hour 1 the next, and so on.
+    """
     start = "start" if level == "hour" else "toStartOfDay(start, 'UTC')"
+    numbers = f"{number} + intDiv(toUnixTimestamp(period) - {day_s}, {HOUR_S})"
     keys = ", ".join(KEYS)
     sums = ", ".join(f"sum(n_{name})" for name in SUMS)
     spans = ", ".join(f"sum({span}_count), quantilesDDMergeState{_LEVELS}({span})" for span in SPANS)
     of = ", ".join(LATENCY_KEYS[1:])
     return [
         Query(
-            f"INSERT INTO usage_{level}s SELECT {start} AS period, {number}, {keys}, {sums}"
+            f"INSERT INTO usage_{level}s SELECT {start} AS period, {numbers}, {keys}, {sums}"
             f" FROM ({usage_source(plan)}) GROUP BY period, {keys}",
             {},
         ),
         Query(
-            f"INSERT INTO latency_{level}s SELECT {start} AS period, {number}, tenant, {of}, {spans}"
-            f" FROM ({latency_source(plan, _OF_EACH)})"
-            f" GROUP BY GROUPING SETS ((period, tenant, {of}), (period, {of}))",
+            f"INSERT INTO latency_{level}s SELECT {start} AS period, {numbers}, tenant, {of}, {spans}"
+            f" FROM ({latency_source(plan, '1')})"
+            f" GROUP BY GROUPING SETS ((period, tenant, {of}), (period, {of}), (period, tenant), (period))",
             {},
         ),
     ]
 
 
-def finish_build(level: Level, number: int, covers: Collection[tuple[int, int]]) -> Query:
-    """From here on the build counts for these periods: (start, marks that it covers)."""
-    values = ", ".join(f"('{level}', {start_s}, {number}, {marks})" for start_s, marks in covers)
+def finish_build(level: Level, number: int, day_s: int, covers: Collection[tuple[int, int]]) -> Query:
+    """From here on the builds count: (start, marks that are covered)."""
+    values = ", ".join(
+        f"('{level}', {start_s}, {number + (start_s - day_s) // HOUR_S}, {marks})" for start_s, marks in covers
+    )
     return Query(f"INSERT INTO rollup_builds (level, start, build, covers) VALUES {values}", {})
 
 

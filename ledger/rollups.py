@@ -83,9 +83,9 @@ class Rollups:
         found = periods.plan(day_s * 1000, (day_s + DAY_S) * 1000, marks, builds, below)
         known = max((build.build for build in builds), default=0)
         number = max(time.time_ns(), known + 1)
-        for query in queries.build(level, number, found):
+        for query in queries.build(level, number, day_s, found):
             await self._store.build(query)
-        await self._store.build(queries.finish_build(level, number, covers))
+        await self._store.build(queries.finish_build(level, number, day_s, covers))
         metrics.BUILT.labels(level).inc(len(covers))
 
     async def sweep(self, before: int) -> None:

@@ -8,6 +8,8 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import structlog
 
@@ -17,6 +19,7 @@ from contracts.messages import Codec, DeadLetter
 from ledger import core, metrics, retention
 from ledger.budgets import Budgets
 from ledger.config import LedgerConfig
+from ledger.door import Door
 from ledger.prices import Prices
 from ledger.questions import Questions
 from ledger.rollups import Rollups
@@ -54,6 +57,7 @@ class Ledger:
         self._state = "starting"
         self._failures = 0
         self._finishing: asyncio.Task[None] | None = None
+        self._door: Door | None = None
 
     def not_ready(self) -> str:
         """Why the service does not do its work now; empty when it does."""
@@ -77,6 +81,8 @@ class Ledger:
             for task in (lost, stopped):
                 task.cancel()
             await bus.close()
+            if self._door is not None:
+                await asyncio.to_thread(self._door.close)
             await self._store.close()
 
     async def _work(self) -> None:
@@ -132,8 +138,21 @@ class Ledger:
                 self._succeeded()
                 self._state = "starting"
                 log.info("ledger_open", database=self._config.clickhouse_database)
+                await self._open_door()
                 return True
         return False
+
+    async def _open_door(self) -> None:
+        """The SQL door, if one is configured; raises OSError when its address cannot be had."""
+        config = self._config
+        if config.sql_listen:
+            directory = urlsplit(config.clickhouse_url).path
+            password = await asyncio.to_thread(Path(config.sql_password_file).read_text, "utf-8")
+            self._door = Door(
+                directory, config.clickhouse_database, config.sql_listen, config.sql_user, password.strip()
+            )
+            await asyncio.to_thread(self._door.start)
+            log.info("sql_door_open", listen=self._door.address)
 
     # Events ------------------------------------------------------------------------------------------------
 

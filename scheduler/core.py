@@ -347,6 +347,13 @@ class Core:
         if request.deaths > 0:
             worker.suspects.add(request.id)
 
+    def may_have_been_pulled(self, event: AttemptEvent) -> int:
+        """Sequence in WORK of a lost attempt that its worker, now lost, may have begun and not told of; else 0."""
+        request = self.requests.get(event.request_id)
+        if request is None or event.outcome != "lost" or event.attempt != request.attempt or request.was_held:
+            return 0
+        return request.work_seq if event.worker in self.pool.evicted else 0
+
     def awaits_work(self, effect: ev.StoreWork) -> Request | None:
         """The request of an effect that is still wanted; None when its attempt has ended meanwhile."""
         request = self.requests.get(effect.request_id)
@@ -374,7 +381,6 @@ class Core:
         request = self.requests.get(event.request_id)
         if request is None or request.attempt != event.attempt or request.state is not State.DISPATCHING:
             return
-        self._do(ev.SendControl(request.worker, self._cancel_order(request)))
         if event.body_missing:
             self._end(request, "failed", "internal_error", "The request's body is gone.")
         else:
@@ -435,7 +441,11 @@ class Core:
         """The present attempt has ended with ``event``: retry before the first token, else settle for good."""
         worker = self.pool.workers.get(request.worker)
         if worker is not None and event.engine_death:
-            request.spared = worker.blames_another(request.id)
+            request.spared = event.completion_tokens > 0 and worker.blames_another(request.id)
+        if worker is not None and event.outcome == "lost":
+            # It lives, and may have the attempt or get it yet. An order before the loss is stored would end the
+            # request: the worker's own end, cancelled, would be first.
+            self._do(ev.SendControl(request.worker, self._cancel_order(request)))
         self._release(request, event)
         void = endings.is_void(event)
         if void:
@@ -456,7 +466,8 @@ class Core:
     def _count_void(self, request: Request, event: AttemptEvent) -> None:
         """Attempts that no worker ever held do not count against the request, nor deaths by a suspect beside it."""
         died = event.outcome == "lost" or event.engine_death
-        if (event.reporter == "worker" or request.was_held) and not (died and request.spared):
+        was_held = event.reporter == "worker" or request.was_held or event.engine_death
+        if was_held and not (died and request.spared):
             request.counted += 1
             request.deaths += int(died)
 
@@ -637,7 +648,8 @@ class Core:
         for request_id in list(worker.work):
             request = self.requests[request_id]
             if request.state in WITH_WORKER:
-                request.spared = worker.blames_another(request_id)
+                begun = request.progress is not None and request.progress.completion_tokens > 0
+                request.spared = begun and worker.blames_another(request_id)
                 self._end(request, "lost", "worker_lost", f"Worker {worker.beat.worker} was not heard for too long.")
 
     # -- time --------------------------------------------------------------------------------------------
@@ -670,7 +682,6 @@ class Core:
                 request = self.requests[request_id]
                 overdue = request.dispatched_at_ms + self.settings.unheld_ms <= self._now
                 if request.state is State.DISPATCHED and overdue and not request.was_held:
-                    self._do(ev.SendControl(request.worker, self._cancel_order(request)))
                     self._end(request, "lost", "worker_lost", "The attempt did not reach its worker.")
 
     def _lapse(self, request: Request) -> None:

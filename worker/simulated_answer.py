@@ -69,6 +69,7 @@ def read_request(job: Job, context: int) -> Request:
         fields = msgspec.convert(body, _Fields)
         simulate = simulate_field(body) or Simulate()
         prompts = simulated_prompts(job.endpoint, body)
+        lengths = [len(prompt) for prompt in prompts]
     except HeadraceError as error:
         raise EngineFailure(error.code, error.message, param=error.param, status=400) from error
     except msgspec.MsgspecError as error:
@@ -79,20 +80,20 @@ def read_request(job: Job, context: int) -> Request:
     length = DEFAULT_TOKENS if limit is None else limit
     if script is not None:
         length = len(script) if limit is None else min(limit, len(script))
-    for prompt in prompts:
-        if len(prompt) + (limit or 1) > context:
+    for tokens in lengths:
+        if tokens + (limit or 1) > context:
             raise EngineFailure(
                 "context_length_exceeded",
                 f"This model's maximum context length is {context} tokens. However, you requested "
-                f"{limit or 1} output tokens and your prompt contains {len(prompt)} input tokens.",
+                f"{limit or 1} output tokens and your prompt contains {tokens} input tokens.",
                 param="messages" if job.endpoint == "chat/completions" else "prompt",
                 status=400,
             )
     return Request(
-        prompts=[len(prompt) for prompt in prompts],
+        prompts=lengths,
         blocks=[prefix_blocks(job.cache_salt, prompt) for prompt in prompts],
         n=fields.n or 1,
-        lengths=[min(length, context - len(prompt)) for prompt in prompts],
+        lengths=[min(length, context - tokens) for tokens in lengths],
         script=script,
         stops=[fields.stop] if isinstance(fields.stop, str) else fields.stop or [],
         include_usage=bool(fields.stream_options and fields.stream_options.include_usage),

@@ -7,9 +7,9 @@ prefill at a time, a KV cache that preempts the youngest when it is full, and a 
 import heapq
 import math
 from collections import OrderedDict, deque
-from collections.abc import Hashable
-from collections.abc import Sequence as Items
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 from worker.engine import EngineStats
@@ -71,12 +71,15 @@ class Sequence:
 Event = tuple[Sequence, EventKind]
 
 
-def prefix_blocks(salt: str, prompt: Items[Hashable]) -> list[int]:
+def prefix_blocks(salt: str, prompt: Iterable[Hashable]) -> list[int]:
     """Hash of each whole block of the prompt with all before it; the last token is always computed anew."""
+    tokens = iter(prompt)
     blocks, value = [], hash(salt)
-    for start in range(0, (len(prompt) - 1) // BLOCK * BLOCK, BLOCK):
-        value = hash((value, *prompt[start : start + BLOCK]))
+    block = tuple(islice(tokens, BLOCK))
+    while following := tuple(islice(tokens, BLOCK)):
+        value = hash((value, *block))
         blocks.append(value)
+        block = following
     return blocks
 
 

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PATHS: dict[Endpoint, str] = {"chat/completions": "/v1/chat/completions", "completions": "/v1/completions"}
+_LAST_EVENTS = (b"message_stop", b"response.completed")
+"""Names of the events that end an answer, where no ``[DONE]`` does."""
+_ERROR_EVENTS = (b"error", b"response.failed")
 
 
 class VllmConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +35,8 @@ class VllmConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     public_name: str
     """The model's name in requests and answers."""
+    endpoints: tuple[Endpoint, ...] = ("chat/completions", "completions", "responses", "messages")
+    """What the engine serves: either text, or embeddings alone."""
     slots: int = 32
     context: int | None = None
     """Longest sequence; None: the model's own."""
@@ -47,6 +51,10 @@ class VllmConfig(msgspec.Struct, frozen=True, kw_only=True):
     extra_engine_args: dict[str, Any] = {}
     """vLLM's command-line arguments with underscores, over those that are set here; null takes one out."""
 
+    @property
+    def embeds(self) -> bool:
+        return "embeddings" in self.endpoints
+
 
 def engine_arguments(config: VllmConfig) -> list[str]:
     """vLLM's command line."""
@@ -55,15 +63,20 @@ def engine_arguments(config: VllmConfig) -> list[str]:
         "served_model_name": config.public_name,
         "max_num_seqs": config.slots,
         "max_model_len": config.context,
-        "enable_prompt_tokens_details": True,
-        # Free white space lets small models run on in it for ever: 14 of 24 answers ended, without it 24 of 24.
-        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
-        "enable_auto_tool_choice": True,
-        "tool_call_parser": "hermes",
-        # With "auto" the arguments of tools that are not strict would be free text.
-        "tool_strict_level": "parameter",
         "use_tqdm_on_load": False,
     }
+    if config.embeds:
+        arguments |= {"runner": "pooling", "convert": "embed"}
+    else:
+        arguments |= {
+            "enable_prompt_tokens_details": True,
+            # Free white space lets small models run on in it for ever: 14 of 24 answers ended, without it 24 of 24.
+            "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+            "enable_auto_tool_choice": True,
+            "tool_call_parser": "hermes",
+            # With "auto" the arguments of tools that are not strict would be free text.
+            "tool_strict_level": "parameter",
+        }
     if config.gpu_memory_utilization is None:
         arguments |= {
             "enforce_eager": True,  # compilation takes 65 s and gains at most 15 %
@@ -123,7 +136,8 @@ class VllmEngine:
             os.environ.setdefault(name, value)
         self._suspected = False
         try:
-            self._parts = parts = await _in_thread(lambda: _build(self._config))
+            task = "embed" if self._config.embeds else "generate"
+            self._parts = parts = await _in_thread(lambda: _build(self._config, task))
             await parts.open_application()
             await self._warm_up()
         except Exception as error:
@@ -169,7 +183,7 @@ class VllmEngine:
         context, record = parts.record(counts)
         exchange = Exchange(
             parts.application,
-            PATHS[job.endpoint],
+            f"/v1/{job.endpoint}",
             request_body(job, self._config.public_name),
             headers={"x-request-id": job.request_id},
             context=context,
@@ -186,13 +200,19 @@ class VllmEngine:
                 yield body
                 return
             done = False
-            async for data in exchange.events():
-                if data.startswith(b'{"error"'):
+            # The Responses API begins to speak before the first token. Until that comes the attempt may fail and be
+            # made again elsewhere, so that nothing of it must be seen.
+            held: list[bytes] = []
+            async for name, data in exchange.events():
+                if name in _ERROR_EVENTS or data.startswith(b'{"error"'):
                     raise record.failure or failure_of(data, 0)
-                if data == b"[DONE]":
-                    done = True
-                else:
-                    yield data
+                done = done or data == b"[DONE]" or name in _LAST_EVENTS
+                if data != b"[DONE]":
+                    held.append(data)
+                if counts.completion_tokens or done:
+                    for event in held:
+                        yield event
+                    held.clear()
             if record.failure or not done:
                 raise record.failure or EngineFailure("engine_error", "vLLM's stream was cut", retryable=True)
         except (EngineFailure, asyncio.CancelledError, GeneratorExit):
@@ -206,8 +226,10 @@ class VllmEngine:
 
     async def _warm_up(self) -> None:
         """The first request pays for lazy set-up; let it be ours."""
-        body = b'{"prompt": "Hello", "max_tokens": 2}'
-        job = Job(request_id="warm-up", attempt=0, endpoint="completions", body=body, stream=True, cache_salt="warm-up")
+        endpoint: Endpoint = "embeddings" if self._config.embeds else "completions"
+        body = b'{"input": "Hello"}' if self._config.embeds else b'{"prompt": "Hello", "max_tokens": 2}'
+        stream = not self._config.embeds
+        job = Job(request_id="warm-up", attempt=0, endpoint=endpoint, body=body, stream=stream, cache_salt="warm-up")
         async for _ in self.generate(job, Counts()):
             pass
 
@@ -222,7 +244,11 @@ def request_body(job: Job, model: str) -> bytes:
         raise EngineFailure(
             "invalid_request", "only the simulated engine takes this field", param="simulate", status=400
         )
-    ours: dict[str, Any] = {"model": model, "stream": job.stream}
+    ours: dict[str, Any] = {"model": model}
+    if job.endpoint != "embeddings":
+        ours["stream"] = job.stream
+    if job.endpoint == "responses":
+        ours["request_id"] = f"resp_{job.request_id}"  # the others take it from the header
     if job.cache_salt:
         ours["cache_salt"] = job.cache_salt
     return msgspec.json.encode(fields | ours)
@@ -245,20 +271,27 @@ def failure_of(body: bytes, status: int) -> EngineFailure:
     except msgspec.MsgspecError:
         error = _Error(message="vLLM gave an error that is no JSON")
     status = status or (error.code if isinstance(error.code, int) else 500)
-    # Messages go to logs and the ledger: what the caller sent stays out.
-    message = re.sub(r", 'input': .*", "}", error.message)
     if not 400 <= status < 500:
-        return EngineFailure("engine_error", message, status=status, retryable=status != 501)
-    too_long = "maximum context length" in message or "greater than max_model_len" in message
+        return EngineFailure("engine_error", _without_input(error.message), status=status, retryable=status != 501)
+    return refusal(error.message, error.param, status)
+
+
+def refusal(message: str, param: str | None, status: int = 400) -> EngineFailure:
+    """What vLLM finds wrong with a request."""
+    too_long = re.search("maximum context length|(greater than|exceeds the) max_model_len", message)
     code = "context_length_exceeded" if too_long else "invalid_request"
-    param = error.param and error.param.removeprefix("body.")
-    return EngineFailure(code, message, param=param, status=status)
+    return EngineFailure(code, _without_input(message), param=param and param.removeprefix("body."), status=status)
 
 
-def _build(config: VllmConfig) -> "Parts":
+def _without_input(message: str) -> str:
+    """Messages go to logs and the ledger: what the caller sent stays out."""
+    return re.sub(r", 'input': .*", "}", message)
+
+
+def _build(config: VllmConfig, task: str) -> "Parts":
     from worker.vllm_parts import build
 
-    return build(engine_arguments(config))
+    return build(engine_arguments(config), task)
 
 
 async def _in_thread(call: Callable[[], T]) -> T:

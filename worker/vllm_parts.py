@@ -19,7 +19,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.outputs import RequestOutput
+from vllm.exceptions import VLLMClientError
+from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -29,6 +30,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from worker.engine import Counts, EngineFailure, EngineStats
 from worker.vllm_child import run_engine_core
+from worker.vllm_engine import refusal
 
 SHUTDOWN_TIMEOUT_S = 5
 """How long vLLM may take to end its processes before they are killed."""
@@ -42,12 +44,15 @@ class Record:
         self.failure: EngineFailure | None = None
         """Why the attempt failed, more exact than what vLLM's application says."""
 
+    def note_prompt(self, output: RequestOutput | PoolingRequestOutput[Any]) -> None:
+        self.counts.prompt_tokens += len(output.prompt_token_ids or ())
+        self.counts.cached_tokens += output.num_cached_tokens or 0
+
     def note(self, output: RequestOutput, *, first: bool) -> None:
         """Count a DELTA output; ``first`` of its prompt."""
         counts = self.counts
         if first:
-            counts.prompt_tokens += len(output.prompt_token_ids or ())
-            counts.cached_tokens += output.num_cached_tokens or 0
+            self.note_prompt(output)
         for completion in output.outputs:
             counts.completion_tokens += len(completion.token_ids)
             if completion.finish_reason:
@@ -60,7 +65,7 @@ _RECORD: contextvars.ContextVar[Record] = contextvars.ContextVar("vllm_record")
 
 
 class _Counting:
-    """AsyncLLM with a ``generate`` that notes tokens in the record of the context that calls it."""
+    """AsyncLLM whose ``generate`` and ``encode`` note tokens in the record of the context that calls them."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
@@ -77,6 +82,9 @@ class _Counting:
         if gather:
             sampling_params.output_kind = RequestOutputKind.DELTA
         return _count(self._engine.generate(prompt, sampling_params, request_id, **more), record, gather)
+
+    def encode(self, *given: Any, **more: Any) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
+        return _count_prompt(self._engine.encode(*given, **more), _RECORD.get())
 
 
 async def _count(
@@ -98,12 +106,32 @@ async def _count(
                     whole = output
                 else:
                     whole.add(output, aggregate=True)
-    except EngineDeadError:
-        record.failure = EngineFailure("engine_error", "the engine died", retryable=True, engine_death=True)
+    except (EngineDeadError, VLLMClientError) as error:
+        record.failure = _failure_of(error)
         raise
     if whole is not None:
         whole.outputs.sort(key=lambda completion: completion.index)
         yield whole
+
+
+async def _count_prompt(
+    source: AsyncGenerator[PoolingRequestOutput[Any], None], record: Record
+) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
+    try:
+        async with aclosing(source):
+            async for output in source:
+                record.note_prompt(output)
+                yield output
+    except (EngineDeadError, VLLMClientError) as error:
+        record.failure = _failure_of(error)
+        raise
+
+
+def _failure_of(error: EngineDeadError | VLLMClientError) -> EngineFailure:
+    """A client error is what vLLM finds wrong with a request only now, a schema say."""
+    if isinstance(error, EngineDeadError):
+        return EngineFailure("engine_error", "the engine died", retryable=True, engine_death=True)
+    return refusal(str(error.args[0]) if error.args else repr(error), getattr(error, "parameter", None))
 
 
 class _Live(StatLoggerBase):
@@ -136,21 +164,22 @@ class _Live(StatLoggerBase):
 class Parts:
     """One life of the engine. ``shut_down`` may take SHUTDOWN_TIMEOUT_S; call it in a thread."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Any, task: str) -> None:
         before = set(psutil.Process().children(recursive=True))
         self._args = args
+        self._tasks = (task,)
         self._live: list[_Live] = []
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args), stat_loggers=[self._make_live])
         self._processes = set(psutil.Process().children(recursive=True)) - before
         cache = self._engine.vllm_config.cache_config
         self.kv_tokens: int = cache.num_gpu_blocks * cache.block_size
         self.context: int = self._engine.model_config.max_model_len
-        self.application: Any = build_app(args, ("generate",), self._engine.model_config)
+        self.application: Any = build_app(args, self._tasks, self._engine.model_config)
 
     async def open_application(self) -> None:
         """Let vLLM's application serve this engine; call it in the event loop."""
         state = self.application.state
-        await init_app_state(_Counting(self._engine), state, self._args, ("generate",))
+        await init_app_state(_Counting(self._engine), state, self._args, self._tasks)
         # Half a million objects that stay: a full collection over them holds up every stream for 0.1 s and more.
         gc.collect()
         gc.freeze()
@@ -208,8 +237,8 @@ def _is_tracker(process: psutil.Process) -> bool:
         return True
 
 
-def build(command_line: list[str]) -> Parts:
-    """Start vLLM with these arguments; raises when it does not start."""
+def build(command_line: list[str], task: str) -> Parts:
+    """Start vLLM with these arguments to ``generate`` or ``embed``; raises when it does not start."""
     try:
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(command_line)
     except SystemExit as refusal:
@@ -217,7 +246,9 @@ def build(command_line: list[str]) -> Parts:
     validate_parsed_serve_args(args)
     # Child processes import vLLM anew, without this: there the original runs.
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
-    parts = Parts(args)
+    level = logging.root.level
+    parts = Parts(args, task)
+    logging.root.setLevel(level)  # an import of vLLM's application sets it to ERROR, for everybody
     # What fails in this process comes to us as an exception or an answer; vLLM logs a traceback of each.
     logging.getLogger("vllm").setLevel(logging.CRITICAL)
     return parts

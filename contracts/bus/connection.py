@@ -336,6 +336,8 @@ class Connection:
                 while not echo.done():
                     await self.publish(self._echo_prefix + token, b"")
                     await asyncio.wait([echo], timeout=1.0)  # lost in a reconnect: ask again
+                    if self._echo_prefix.lower() + "*" in self._denied:
+                        raise Unavailable("this user may not read its inbox")
         except TimeoutError as error:
             raise Unavailable("the server does not answer") from error
         finally:

@@ -1,6 +1,6 @@
 -- Sums of hours and days, so that questions over millions of attempts are answered at once (README, Rollups).
 --
--- A period's rows are built whole, under a number of their own (`build`), and count from the moment that
+-- A period's rows are built whole, under a number that is theirs alone (`build`), and count from the moment that
 -- rollup_builds names it. Each insert into `attempts` is followed by a mark on every hour that it touched; a period
 -- whose marks are not those that its build covers is read from `attempts` instead. So duplicates and late events
 -- never make a sum wrong, and nothing rests on clocks or on merges.
@@ -57,8 +57,9 @@ PARTITION BY toYear(start)
 ORDER BY (tenant, start, key_id, model)
 SETTINGS fsync_after_insert = 1, fsync_part_directory = 1;
 
--- Sketches with a relative error of 1 %, the same in whatever order values and sketches are put together. Rows
--- without a tenant are those of all tenants, for operators.
+-- Sketches with a relative error of 1 %, the same in whatever order values and sketches are put together. Merging them
+-- costs microseconds each, so rows without a tenant hold those of all tenants, and rows without a model those of all
+-- models, versions and priorities. A sketch is read with its whole granule, hence the small ones.
 CREATE TABLE IF NOT EXISTS latency_hours
 (
     start             DateTime('UTC') CODEC(Delta, ZSTD(1)),
@@ -79,13 +80,13 @@ CREATE TABLE IF NOT EXISTS latency_hours
 ENGINE = MergeTree
 PARTITION BY toYYYYMM(start)
 ORDER BY (tenant, start, model)
-SETTINGS fsync_after_insert = 1, fsync_part_directory = 1;
+SETTINGS index_granularity = 256, fsync_after_insert = 1, fsync_part_directory = 1;
 
 CREATE TABLE IF NOT EXISTS latency_days AS latency_hours
 ENGINE = MergeTree
 PARTITION BY toYear(start)
 ORDER BY (tenant, start, model)
-SETTINGS fsync_after_insert = 1, fsync_part_directory = 1;
+SETTINGS index_granularity = 256, fsync_after_insert = 1, fsync_part_directory = 1;
 
 -- What was there before: marked, and built like anything else. Repeated, it only marks once more.
 INSERT INTO rollup_marks

@@ -8,6 +8,8 @@ BENCHES: list[list[str]] = [
     ["tests.bench.bench_scheduler"],
     ["tests.bench.bench_overload", "--seconds", "40"],
     ["tests.bench.bench_ledger"],
+    ["tests.bench.bench_ledger_kills", "50000", "5"],
+    ["tests.bench.bench_questions", "500000"],
 ]
 
 

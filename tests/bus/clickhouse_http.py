@@ -51,12 +51,12 @@ class Handler(BaseHTTPRequestHandler):
         query = parameters.get("query", "")
         if not query:
             head, _, rest = body.partition(b"\n")
-            if head.startswith(b"INSERT INTO"):
+            if head.startswith(b"INSERT INTO") and b" FORMAT " in head:
                 query, body = head.decode(), rest
             else:
                 query, body = body.decode(), b""
         clause = ", ".join(f"{name} = '{text}'" for name, text in settings.items())
-        if query.lstrip().upper().startswith("INSERT"):
+        if query.lstrip().upper().startswith("INSERT") and "FORMAT" in query:
             target, _, kind = query.rpartition("FORMAT")
             with tempfile.NamedTemporaryFile() as file:
                 file.write(body)

@@ -100,7 +100,14 @@ async def test_models_are_those_that_the_tenant_may_see(world: World) -> None:
 
     await until(seen)
     assert await listed(headers=key2) == [
-        {"id": "org/name", "object": "model", "created": 5, "owned_by": "headrace", "max_model_len": CONTEXT}
+        {
+            "id": "org/name",
+            "object": "model",
+            "created": 5,
+            "owned_by": "headrace",
+            "max_model_len": CONTEXT,
+            "endpoints": ["chat/completions", "completions"],
+        }
     ]
     for form in ("org/name", "org%2Fname", "org/name/"):
         response = await world.client.get(f"/v1/models/{form}")
@@ -270,7 +277,8 @@ async def test_c44_errors_have_one_shape(world: World) -> None:
         (await client.post(CHAT, content=b"{bad", headers=json_type), 400),
         (await client.post(CHAT, content=b"[]", headers=json_type), 400),
         (await client.post(CHAT, content=b"", headers=json_type), 400),
-        (await client.post(CHAT, content=encode(BASE), headers={"content-type": "text/plain"}), 415),
+        (await client.post(CHAT, content=encode(BASE), headers={"content-type": "text/csv"}), 415),
+        (await client.post(CHAT, content=b"a=b", headers={"content-type": "application/x-www-form-urlencoded"}), 400),
         (await client.post(CHAT, json={"model": "m"}), 400),
         (await client.post(CHAT, json={"model": "m", "messages": []}), 400),
         (await client.post(CHAT, json={"model": "m", "messages": "x"}), 400),
@@ -281,10 +289,15 @@ async def test_c44_errors_have_one_shape(world: World) -> None:
         error_of(response)
     assert (await client.get(CHAT)).headers["allow"] == "POST"
     assert error_of(await client.post(CHAT, json={"model": "m"}))["param"] == "messages"
-    utf8 = {"content-type": "application/json; charset=utf-8"}
-    assert (await client.post(CHAT, content=encode(BASE), headers=utf8)).status_code == 200
-    assert (await client.post(CHAT, content=encode(BASE))).status_code == 200
-    assert len(world.stored) == 2
+    await client.post(CHAT, content=encode(BASE))
+    for kind in (
+        "application/json; charset=utf-8",
+        "application/vnd.api+json",
+        "text/plain;charset=UTF-8",
+        "application/x-www-form-urlencoded",
+    ):
+        assert (await client.post(CHAT, content=encode(BASE), headers={"content-type": kind})).status_code == 200
+    assert len(world.stored) == 5
 
 
 async def test_c44_a_bug_is_500_without_a_traceback(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

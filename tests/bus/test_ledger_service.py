@@ -13,18 +13,35 @@ import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import pytest
 
 from contracts import ids, subjects, topology
 from contracts.bus import Bus, BusError, NotFound
-from contracts.messages import AttemptEvent, Budget, DeadLetter, UsageAnswer, UsageQuery
+from contracts.messages import (
+    AttemptEvent,
+    Budget,
+    DeadLetter,
+    ExplainAnswer,
+    ExplainQuery,
+    InvoiceAnswer,
+    InvoiceQuery,
+    LatencyAnswer,
+    LatencyQuery,
+    Message,
+    Price,
+    UsageAnswer,
+    UsageQuery,
+)
 from ledger import retention
 
 ROOT = Path(__file__).parents[2]
 HTTP_SERVER = Path(__file__).with_name("clickhouse_http.py")
 WAIT_S = 60.0
+
+A = TypeVar("A")
 
 
 def free_port() -> int:
@@ -107,7 +124,7 @@ async def bus(nats_url: str) -> AsyncIterator[Bus]:
         await bus.api(f"CONSUMER.DELETE.{topology.ATTEMPTS}.ledger")
     except NotFound:
         pass
-    for stream in (topology.ATTEMPTS, topology.DEAD_LETTERS, f"KV_{topology.BUDGETS}"):
+    for stream in (topology.ATTEMPTS, topology.DEAD_LETTERS, f"KV_{topology.BUDGETS}", f"KV_{topology.PRICES}"):
         await bus.api(f"STREAM.PURGE.{stream}")
     yield bus
     await bus.close()
@@ -377,6 +394,66 @@ async def test_what_is_stored_and_old_is_purged_and_nothing_else(bus: Bus, ledge
     assert await retention.purge(bus, "ledger", time.time() + 2 * retention.KEEP_S) == 20
     assert await retention.purge(bus, "ledger", time.time() + 2 * retention.KEEP_S) == 0
     assert (await bus.api(f"STREAM.INFO.{topology.ATTEMPTS}"))["state"]["messages"] == 5
+
+
+async def answer(bus: Bus, subject: str, query: Message, kind: type[A]) -> A:
+    return msgspec.json.decode(await bus.request(subject, msgspec.json.encode(query), timeout_s=10), type=kind)
+
+
+async def test_the_subject_says_whose_usage_is_told(bus: Bus, ledger: Ledger) -> None:
+    mine, other = event(tenant="tenant 1"), event(tenant="tenant.2")
+    await store(bus, [mine, other])
+    await arrived(bus, 2)
+    now_ms = time.time_ns() // 1_000_000
+    query = UsageQuery(from_at_ms=now_ms - 86_400_000, to_at_ms=now_ms + 86_400_000, by=["tenant"], tenant="tenant.2")
+    for tenant in ("tenant 1", "tenant.2"):
+        found = await answer(bus, subjects.usage_of(tenant, "usage"), query, UsageAnswer)
+        assert [row.tenant for row in found.rows] == [tenant]
+    everybody = await answer(bus, subjects.usage_all("usage"), msgspec.structs.replace(query, tenant=None), UsageAnswer)
+    assert [row.tenant for row in everybody.rows] == ["tenant 1", "tenant.2"]
+
+    spans = LatencyQuery(from_at_ms=query.from_at_ms, to_at_ms=query.to_at_ms, by=[], tenant="tenant.2")
+    latency = await answer(bus, subjects.usage_of("tenant 1", "latency"), spans, LatencyAnswer)
+    assert latency.rows[0].end_to_end_ms.count == 1
+    month = InvoiceQuery(tenant="tenant.2", month=datetime.now(UTC).strftime("%Y-%m"))
+    made = (await answer(bus, subjects.usage_of("tenant 1", "invoice"), month, InvoiceAnswer)).invoice
+    assert made is not None and made.tenant == "tenant 1"
+
+    theirs = ExplainQuery(request_id=other.request_id)
+    explained = await answer(bus, subjects.usage_of("tenant 1", "explain"), theirs, ExplainAnswer)
+    assert (explained.code, explained.text) == ("not_found", [])
+    explained = await answer(bus, subjects.usage_all("explain"), theirs, ExplainAnswer)
+    assert [attempt.tenant for attempt in explained.attempts] == ["tenant.2"]
+
+    for subject in ("usage.v1.all.nothing", "usage.v1.of.tenant_20", "usage.v1.of.a__b.usage", "usage.v1.other"):
+        assert (await answer(bus, subject, query, UsageAnswer)).code == "invalid_request"
+
+
+async def test_a_price_in_the_bucket_holds_at_once(bus: Bus, ledger: Ledger) -> None:
+    await store(bus, [event(prompt_tokens=10, completion_tokens=1)])
+    await arrived(bus, 1)
+    assert (await ask(bus)).rows[0].unpriced_tokens == 11
+    key = f"{subjects.encode('m')}.batch.2026-01-01"
+
+    async def costs(amount: str, currency: str) -> bool:
+        try:
+            found = await ask(bus)
+        except BusError:  # while it starts again
+            return False
+        return bool(found.rows) and (found.rows[0].amount, found.currency) == (amount, currency)
+
+    price = Price(
+        model="m", tier="batch", valid_from="2026-01-01", currency="EUR", input=3, cached_input=1, output=5, reasoning=5
+    )
+    for change, amount in (({}, "0.000000000035"), ({"input": 1_000_000}, "0.000010000005")):
+        await bus.kv_put(topology.PRICES, key, msgspec.json.encode(msgspec.structs.replace(price, **change)))
+        await until(lambda amount=amount: costs(amount, "EUR"), "the price")  # type: ignore[misc]
+    await bus.kv_put(topology.PRICES, f"{key}x", b"not a price")
+    assert ledger.send(signal.SIGTERM) == 0
+    ledger.start()
+    await until(lambda: costs("0.000010000005", "EUR"), "the price after a restart")
+    await bus.kv_delete(topology.PRICES, key)
+    await until(lambda: costs("0", ""), "no price")
 
 
 def test_bad_configuration_is_told_at_once_and_without_the_password() -> None:

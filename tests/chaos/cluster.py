@@ -5,6 +5,7 @@ Unlike ``headrace up`` nothing is restarted by itself, and each service reaches 
 """
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -31,7 +32,6 @@ from contracts.messages import (
     Codec,
     QueueAnswer,
     RequestEnvelope,
-    TenantLimits,
     TenantRecord,
     UsageAnswer,
     UsageQuery,
@@ -210,14 +210,12 @@ class Cluster:
         schedulers: int = 1,
         workers: int = 1,
         ledger: bool = False,
-        limits: TenantLimits = TenantLimits(),
         **settings: object,
     ) -> None:
         self.directory = directory
         self.data = DataDir(directory / "data")
         self.data.prepare()
         self.key = ids.api_key()
-        self.limits = limits
         self.secrets: Secrets = self.data.secrets()
         self.nats = OurNats(nats_binary, directory, self.secrets)
         self.links = Links()
@@ -281,7 +279,7 @@ class Cluster:
         async with self.bus() as bus:
             await topology.ensure(bus)
             await registry.put_manifest(bus, make_manifest("simulated", MODEL, 1_048_576))
-            await registry.create_tenant(bus, TenantRecord(name=TENANT, limits=self.limits))
+            await registry.create_tenant(bus, TenantRecord(name=TENANT))
             await registry.keep_key(bus, admin.read_pepper(self.data.pepper), self.key, TENANT, admin=False)
 
     # What is on the bus --------------------------------------------------------------------------------------
@@ -521,6 +519,11 @@ class Call:
         return self._task.done()
 
     @property
+    def gaps(self) -> list[float]:
+        """Seconds between tokens, as they came."""
+        return [later - earlier for earlier, later in itertools.pairwise(self.token_times)]
+
+    @property
     def tokens(self) -> int:
         return len(self.token_times)
 
@@ -543,6 +546,11 @@ class Call:
             error: dict[str, Any] = json.loads(self.data[-1])["error"]
             return error
         return {}
+
+    @property
+    def code(self) -> str:
+        """Code of its error; empty when it ended well or broke."""
+        return str(self.error.get("code", ""))
 
     @property
     def endings(self) -> int:

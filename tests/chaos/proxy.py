@@ -55,6 +55,7 @@ class Link:
         self._links = links
         self._target_port = target_port
         self._ends: set[_End] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
         self._is_cut = False
         self._is_stalled = False
         self.port = 0
@@ -110,7 +111,9 @@ class Link:
         self._ends.discard(end)
 
     def connect(self, near: "_End") -> None:
-        asyncio.ensure_future(self._connect(near))
+        task = self._links.loop.create_task(self._connect(near))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
 
     async def _connect(self, near: "_End") -> None:
         try:

@@ -31,7 +31,7 @@ async def all_exact(cluster: Cluster, calls: list[Call]) -> None:
 
 def pause(calls: list[Call]) -> float:
     """The longest time without a token that a caller saw, in seconds."""
-    return max(later - earlier for call in calls for earlier, later in zip(call.token_times, call.token_times[1:]))
+    return max(gap for call in calls for gap in call.gaps)
 
 
 async def nobody_lost(cluster: Cluster, since: int) -> None:
@@ -80,10 +80,11 @@ async def test_a_cut_of_2_s_in_mid_stream_costs_no_token(cluster: Cluster, role:
 
 async def test_a_cut_of_30_s_ends_streams_with_an_error_and_everybody_comes_back(cluster: Cluster) -> None:
     """One gateway's link is dead though open; one worker's link is cut. The others go on."""
-    calls = await streams(cluster, 4, 3000)
-    beyond = await streams(cluster, 1, 3000, gateway=1)
+    calls = await streams(cluster, 4, 6000)
+    beyond = await streams(cluster, 1, 6000, gateway=1)
     holder = await cluster.worker_of(beyond[0].request_id)
     (cut,) = [worker for worker in cluster.workers if worker is not holder]
+    evictions = cut.says("evicted")
     cut.link.cut()
     cluster.gateways[1].link.stall()
     began = time.monotonic()
@@ -107,12 +108,12 @@ async def test_a_cut_of_30_s_ends_streams_with_an_error_and_everybody_comes_back
     ended = [call for call in calls if call.over]
     for call in ended:
         assert call.endings == 1 and call.error["code"] == "worker_lost", call.story()
-        assert counted(3000).startswith(call.text)
+        assert counted(6000).startswith(call.text)
     assert 0 < len(ended) < len(calls), "the other worker's streams go on"
     for call in calls:
         await call.leave()
     await cluster.whole()
-    assert cut.says("evicted") == 1
+    assert cut.says("evicted") == evictions + 1
     again = await streams(cluster, 1, 10, gateway=1)
     await all_exact(cluster, again)
 

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from contracts import ids, subjects
+from contracts.bus import Bus
 from contracts.messages import (
     AdmissionAnswer,
     AdmissionRequest,
@@ -105,14 +106,10 @@ async def test_between_publish_and_queue(cluster: Cluster, stream: bool) -> None
         scheduler.freeze()
         message = envelope(request_id, stream=stream, publish_by_ms=answer.publish_by_ms)
         await bus.store(subjects.request(MODEL, TENANT), _envelope.encode(message), msg_id=request_id)
-        cancel = asyncio.create_task(
-            bus.request(
-                subjects.cancel(MODEL, TENANT), _cancel.encode(CancelRequest(request_id=request_id)), timeout_s=5
-            )
-        )
+        cancelling = asyncio.create_task(cancel(bus, request_id))
         await asyncio.sleep(0.2)
         scheduler.thaw()
-        assert _cancelled.decode(await cancel) == CancelAnswer(durable=True, outcome="cancelled")
+        assert await cancelling == CancelAnswer(durable=True, outcome="cancelled")
     (event,) = await cluster.ended(request_id)
     assert (event.outcome, event.attempt, event.completion_tokens) == ("cancelled", 0, 0)
 
@@ -191,7 +188,7 @@ async def test_finished(cluster: Cluster, stream: bool) -> None:
     assert call.complete, call.story()
     async with cluster.bus() as bus:
         for _ in range(3):
-            answer = await cancel(cluster, bus, call.request_id)
+            answer = await cancel(bus, call.request_id)
             assert answer == CancelAnswer(durable=True, outcome="completed")
     (event,) = await cluster.events(call.request_id)
     assert event.outcome == "completed" and event.completion_tokens == 3
@@ -201,15 +198,15 @@ async def test_repeated_cancels_make_one_end(cluster: Cluster) -> None:
     call = cluster.ask(max_tokens=2000)
     await call.shows(5)
     async with cluster.bus() as bus:
-        answers = await asyncio.gather(*(cancel(cluster, bus, call.request_id) for _ in range(8)))
-        answers.append(await cancel(cluster, bus, call.request_id))
+        answers = await asyncio.gather(*(cancel(bus, call.request_id) for _ in range(8)))
+        answers.append(await cancel(bus, call.request_id))
     assert answers == [CancelAnswer(durable=True, outcome="cancelled")] * 9
     await call.done()
     assert call.endings == 1 and call.error["code"] == "cancelled", call.story()
     assert len(await cluster.events(call.request_id)) == 1
 
 
-async def cancel(cluster: Cluster, bus: object, request_id: str) -> CancelAnswer:
+async def cancel(bus: Bus, request_id: str) -> CancelAnswer:
     """What the scheduler says to a cancel."""
     data = _cancel.encode(CancelRequest(request_id=request_id))
-    return _cancelled.decode(await bus.request(subjects.cancel(MODEL, TENANT), data, timeout_s=5))  # type: ignore[attr-defined]
+    return _cancelled.decode(await bus.request(subjects.cancel(MODEL, TENANT), data, timeout_s=5))

@@ -86,7 +86,7 @@ async def test_a_slow_reader_is_cut_off_and_disturbs_nobody(cluster: Cluster) ->
     alone = [cluster.ask(max_tokens=80) for _ in range(20)]
     for call in alone:
         await call.done()
-    gaps_alone = sorted(gap for call in alone for gap in _gaps(call.token_times))
+    gaps_alone = sorted(gap for call in alone for gap in call.gaps)
     rest_mib = gateway.memory_mib()
     body = {"model": MODEL, "stream": True, "messages": chat(["slow"]), "max_tokens": 200_000}
     slow = asyncio.create_task(asyncio.to_thread(read_slowly, cluster, gateway, body | {"simulate": {"itl_ms": 0}}))
@@ -98,7 +98,7 @@ async def test_a_slow_reader_is_cut_off_and_disturbs_nobody(cluster: Cluster) ->
         await asyncio.sleep(0.1)
     for call in others:
         assert call.complete and call.text == counted(80), call.story()
-    gaps = sorted(gap for call in others for gap in _gaps(call.token_times))
+    gaps = sorted(gap for call in others for gap in call.gaps)
     print(
         f"\ngateway memory {rest_mib:.0f} -> {highest_mib:.0f} MiB; gap between tokens of the others, 99 %: "
         f"{_p99(gaps_alone) * 1000:.0f} ms alone, {_p99(gaps) * 1000:.0f} ms beside the slow reader"
@@ -113,10 +113,6 @@ async def test_a_slow_reader_is_cut_off_and_disturbs_nobody(cluster: Cluster) ->
 
 async def _is_quiet(cluster: Cluster) -> bool:
     return await cluster.running() == (0, 0)
-
-
-def _gaps(times: list[float]) -> list[float]:
-    return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
 
 
 def _p99(values: list[float]) -> float:

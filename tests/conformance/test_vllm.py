@@ -1,6 +1,7 @@
 """What only vLLM does, and what it does when it dies. The last test leaves the engine closed."""
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -41,6 +42,11 @@ async def vllm(model_path: Path) -> AsyncIterator[Asker]:
 async def test_the_answer_names_paris(vllm: Asker) -> None:
     answer = await vllm.ask(vllm.job(True, messages=QUESTION, max_tokens=40, ignore_eos=False))
     assert "Paris" in answer.text()
+
+
+async def test_the_level_of_our_own_logs_is_as_it_was(vllm: Asker) -> None:
+    """What vLLM's application imports sets it to ERROR."""
+    assert vllm.engine.slots and logging.getLogger().level <= logging.WARNING
 
 
 async def test_the_field_simulate_is_refused(vllm: Asker) -> None:

@@ -1,11 +1,13 @@
 """A real stack: ``headrace up`` with the simulated engine, on free ports and a data directory of its own.
 
-``stack`` is shared by the whole session: tests that kill, limit or reconfigure take ``start_stack``.
+``stack`` is shared by the whole session: tests that kill, limit or reconfigure take ``start_stack``. ``vllm_stack``
+runs the real vLLM, and ``direct`` is vLLM's own server beside it.
 """
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from compose import models
 from compose.config import DataDir, Run
 from compose.processes import die_with
 
@@ -144,7 +147,14 @@ class Stack:
                 self.process.kill()
                 self.process.wait()
                 pytest.fail(f"the stack did not stop:\n{self.output.read_text()}\n{self.logs()}")
+        self.check_permissions()
         return self.process.returncode
+
+    def check_permissions(self) -> None:
+        """No service ever asked the bus for more than its user may do."""
+        for log in (self.data_dir / "logs").glob("*-*.log"):
+            denied = [line for line in log.read_text(errors="replace").splitlines() if "permissions violation" in line]
+            assert not denied, f"{log.name}: {denied[:5]}"
 
 
 StartStack = Callable[..., Stack]
@@ -172,3 +182,105 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack = Stack(tmp_path_factory.mktemp("stack") / "data", "--engine", "simulated").wait_ready()
     yield stack
     stack.stop(signal.SIGTERM)
+
+
+# The real vLLM ---------------------------------------------------------------------------------------------
+
+VLLM_START_LIMIT_S = 400.0
+"""Half a minute for one engine on two idle cores; here three start at once."""
+_POOLING = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
+_MODULES = [
+    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+]
+
+
+class Direct:
+    """vLLM's own server of the same model with the worker's arguments, without Headrace."""
+
+    def __init__(self, model_path: Path, log: Path) -> None:
+        from worker.vllm_engine import VllmConfig, engine_arguments, engine_environment
+
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        config = VllmConfig(model_path=str(model_path), public_name=models.DEFAULT_MODEL, omp_threads_bind="0")
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host=127.0.0.1", f"--port={port}"]
+        parent = os.getpid()
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*command, *engine_arguments(config)],
+                env=ENVIRONMENT | engine_environment(config),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: die_with(parent),  # noqa: PLW1509
+            )
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=120, trust_env=False)
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + VLLM_START_LIMIT_S
+        while True:
+            try:
+                if httpx.get(f"{self.url}/health", trust_env=False).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                pytest.fail(f"vLLM's own server did not start:\n{self.log.read_text()[-3000:]}")
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@pytest.fixture(scope="package")
+def _vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, Direct]]:
+    """All engines at once, so that their starts overlap."""
+    path = models.prepare(models.DEFAULT_MODEL, progress=print).path
+    directory = tmp_path_factory.mktemp("vllm")
+    embedder = _embedder(path, directory / "embedder")
+    options = ("--model", models.DEFAULT_MODEL, "--model", str(embedder))
+    direct = Direct(path, directory / "direct.log")
+    try:
+        stack = Stack(directory / "data", *options).wait_ready(VLLM_START_LIMIT_S)
+        try:
+            direct.wait_ready()
+            yield stack, direct
+        finally:
+            stack.stop(signal.SIGTERM)
+    finally:
+        if direct.process.poll() is None:
+            direct.stop()
+
+
+@pytest.fixture(scope="package")
+def vllm_stack(_vllm: tuple[Stack, Direct]) -> Stack:
+    """A stack that serves the small real model, and as ``embedder`` its embeddings; leave it as it is."""
+    return _vllm[0]
+
+
+@pytest.fixture(scope="package")
+def direct(_vllm: tuple[Stack, Direct]) -> Direct:
+    return _vllm[1]
+
+
+def _embedder(path: Path, directory: Path) -> Path:
+    """The same weights as a model of sentence-transformers that takes the last token's state."""
+    (directory / "1_Pooling").mkdir(parents=True)
+    for file in path.iterdir():
+        (directory / file.name).symlink_to(file)
+    (directory / "modules.json").write_text(json.dumps(_MODULES))
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(_POOLING | {"word_embedding_dimension": 576}))
+    return directory

@@ -1,4 +1,4 @@
-"""``python -m tests.explore --seconds N``: search for as long as one likes; exit 1 with a history when a rule breaks."""
+"""``python -m tests.explore --seconds N``: search for so long; exit 1 with a history when a rule breaks."""
 
 import argparse
 import sys

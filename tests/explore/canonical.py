@@ -22,9 +22,12 @@ OLD_MS = -6_000
 """Instants longer ago than any timer looks back."""
 
 _LEFT_OUT = frozenset(
-    "history _history _effects _handlers drain bookings counter _order _active _last_leaver outcomes refusals lost_workers "
-    "settings _settings _bounds manifest tick admitted_at_ms ended_at_ms first_token_at_ms error_message "
-    "charged".split()
+    (
+        *("history", "_history", "_effects", "_handlers", "_settings", "settings", "_bounds", "manifest"),
+        *("outcomes", "refusals", "lost_workers", "drain", "bookings"),
+        *("counter", "charged", "_order", "_active", "_last_leaver"),
+        *("tick", "admitted_at_ms", "ended_at_ms", "first_token_at_ms", "error_message"),
+    )
 )
 _UNORDERED = frozenset(("cancel_waiters", "askers"))
 _REPORT = re.compile(rb'"(?:admitted|ended|first_token)_at_ms":\d+,?|"error_message":"[^"]*",?')

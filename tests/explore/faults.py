@@ -19,8 +19,10 @@ def faults(world: "World") -> Iterator[Action]:
     if not world.faults:
         return
     for message in dict.fromkeys(world.net):
-        for kind in ("lose", "delay", "double"):
-            yield kind, message
+        yield "lose", message
+        if message[0] not in ("admission", "status", "frames", "cancelled"):  # A late answer is nobody's: lost.
+            yield "delay", message
+            yield "double", message
     yield from _of_schedulers(world)
     yield from _of_workers(world)
     if world.gate.up == "up" and any(asked.phase not in ("idle", "over") for asked in world.gate.asked):
@@ -56,6 +58,8 @@ def _of_workers(world: "World") -> Iterator[Action]:
             continue
         yield "crash", f"w{slot}"
         yield "freeze", f"w{slot}"
+        if worker.name and not worker.draining:
+            yield "drain", slot
         for effect in worker.todo:
             if effect[0] == "store":
                 yield "event stored late", slot, effect
@@ -71,9 +75,19 @@ def _of_workers(world: "World") -> Iterator[Action]:
             yield "delay beat", slot
 
 
-def _fault(step: Callable[..., None]) -> Callable[..., None]:
+def _harm(name: str, arguments: tuple[object, ...]) -> int:
+    """What it may cost: 0 no request, 1 the attempts of one worker, 2 the requests themselves."""
+    if name in ("crash", "freeze"):
+        return {"s": 0, "w": 1, "g": 2}[str(arguments[0])[0]]
+    return {"engine dies": 1, "drain": 1, "work unconfirmed": 1, "engine refuses": 2, "publish unconfirmed": 2}.get(
+        name, 0
+    )
+
+
+def _fault(name: str, step: Callable[..., None]) -> Callable[..., None]:
     def counted(world: "World", *arguments: object) -> None:
         world.faults -= 1
+        world.harm = min(2, world.harm + _harm(name, arguments))
         step(world, *arguments)
 
     return counted
@@ -81,6 +95,7 @@ def _fault(step: Callable[..., None]) -> Callable[..., None]:
 
 def _leave(world: "World", rid: str) -> None:
     world.leaves -= 1
+    world.harm = 2
     gateway.leave(world, rid)
 
 
@@ -96,11 +111,24 @@ def _crash(world: "World", name: str) -> None:
         world.set_worker(
             int(name[1:]),
             **{"name": "", "up": "down", "since": world.now, "runs": (), "kept": (), "delivered": frozenset()},
-            **{"todo": (), "beat": False, "rebuild": False, "started": frozenset(), "denied": frozenset()},
+            **{
+                "todo": (),
+                "beat": False,
+                "rebuild": False,
+                "draining": 0,
+                "started": frozenset(),
+                "denied": frozenset(),
+            },
         )
     else:
         schedulers.depose(world, int(name[1:]))
         world.set_sched(int(name[1:]), up="down")
+
+
+def _drain(world: "World", slot: int) -> None:
+    """It is told to end: nothing new starts, what runs has a grace time; then it starts anew."""
+    world.set_worker(slot, draining=world.now)
+    workers.feed(world, slot, ("drain",))
 
 
 def _freeze(world: "World", name: str) -> None:
@@ -110,6 +138,10 @@ def _freeze(world: "World", name: str) -> None:
         world.set_worker(int(name[1:]), up="frozen", since=world.now)
     else:
         world.set_sched(int(name[1:]), up="frozen", since=world.now)
+
+
+def _lose(world: "World", message: Message) -> None:
+    world.take_off(message)
 
 
 def _delay(world: "World", message: Message) -> None:
@@ -179,27 +211,24 @@ def _delay_beat(world: "World", slot: int) -> None:
             world.late = (*world.late, (world.now, ("beat", number, sched.epoch, worker.name, data)))
 
 
-STEPS: dict[str, Callable[..., None]] = {
-    "leave": _leave,
-    **{
-        name: _fault(step)
-        for name, step in {
-            "crash": _crash,
-            "freeze": _freeze,
-            "lose": lambda world, message: world.take_off(message),
-            "delay": _delay,
-            "double": _double,
-            "publish unconfirmed": _publish_unconfirmed,
-            "work unconfirmed": _work_unconfirmed,
-            "end stored late": _end_stored_late,
-            "event stored late": _event_stored_late,
-            "lose ack": workers.remove,
-            "engine dies": _engine_dies,
-            "engine refuses": _engine_refuses,
-            "redeliver work": _redeliver_work,
-            "redeliver requests": _redeliver_requests,
-            "delay beat": _delay_beat,
-            "sweep": schedulers.sweep,
-        }.items()
-    },
+_FAULTS: dict[str, Callable[..., None]] = {
+    "crash": _crash,
+    "freeze": _freeze,
+    "drain": _drain,
+    "lose": _lose,
+    "delay": _delay,
+    "double": _double,
+    "publish unconfirmed": _publish_unconfirmed,
+    "work unconfirmed": _work_unconfirmed,
+    "end stored late": _end_stored_late,
+    "event stored late": _event_stored_late,
+    "lose ack": workers.remove,
+    "engine dies": _engine_dies,
+    "engine refuses": _engine_refuses,
+    "redeliver work": _redeliver_work,
+    "redeliver requests": _redeliver_requests,
+    "delay beat": _delay_beat,
+    "sweep": schedulers.sweep,
 }
+
+STEPS = {"leave": _leave, **{name: _fault(name, step) for name, step in _FAULTS.items()}}

@@ -62,7 +62,19 @@ class ImpatientCore(Core):
     def _end(self, request: Request, outcome: Outcome, code: str, message: str) -> None:
         super()._end(request, outcome, code, message)
         if outcome == "lost":
-            event = endings.proposed(
-                request, request.attempt, outcome, code, message, version="v1", now_ms=self._now
-            )
+            event = endings.proposed(request, request.attempt, outcome, code, message, version="v1", now_ms=self._now)
             self._decide(request, event)
+
+
+class HastyCore(Core):
+    """Withdraws an attempt at its worker before the loss is stored: the worker's cancelled may be stored first."""
+
+    def _work_refused(self, event: events.WorkRefused) -> None:
+        request = self.requests.get(event.request_id)
+        if request is not None and self.awaits_work(_stored(event)):
+            self._do(events.SendControl(request.worker, self._cancel_order(request)))
+        super()._work_refused(event)
+
+
+def _stored(event: events.WorkRefused) -> events.StoreWork:
+    return events.StoreWork(event.request_id, event.attempt, "", "", 0, 0)

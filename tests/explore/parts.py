@@ -229,6 +229,8 @@ def _core_event(op: Op) -> ev.Event:
 
 
 def _step_core(core: Core, op: Op, now: int) -> list[Op]:
+    if op[0] == "all":
+        return [output for inner in op[1:] for output in _step_core(core, inner, now)]
     if op[0] == "item":  # What the shell asks before it stores an attempt.
         effect = ev.StoreWork(**dict(zip(ev.StoreWork.__struct_fields__, op[1:], strict=True)))
         request = core.awaits_work(effect)
@@ -310,6 +312,10 @@ def _step_worker(box: Box, op: Op, now: int) -> list[Op]:
             event: wev.Event = wev.Joined(worker=name)
         case ("engine",):
             event = wev.EngineStarted(slots=1, kv_tokens=1000)
+        case ("drain",):
+            event = wev.DrainStarted()
+        case ("grace is over",):
+            event = wev.GraceEnded()
         case ("pulled", seq, data):
             event = wev.WorkPulled(item=ITEM.decode(data), delivery=seq)
         case ("control", asker, data):

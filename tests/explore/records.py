@@ -86,6 +86,8 @@ class Worker(NamedTuple):
     todo: tuple[Op, ...] = ()
     beat: bool = False
     rebuild: bool = False
+    draining: int = 0
+    """Since when it ends in order."""
     started: frozenset[Key] = frozenset()
     denied: frozenset[tuple[Key, int]] = frozenset()
     """(attempt, epoch): what it has told the owner of that epoch that it will not start."""

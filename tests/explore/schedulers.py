@@ -1,4 +1,8 @@
-"""The scheduler's shell as scheduler.service has it: takeover, lease, effects as tasks."""
+"""The scheduler's shell as scheduler.service has it: takeover, lease, effects as tasks.
+
+Without the lease it asks REQUESTS for nothing more (one consumer serves all owners: what a deposed one takes, the
+owner never sees), and a takeover does not wait for a message that has left REQUESTS meanwhile.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -32,9 +36,9 @@ def actions(world: "World") -> Iterator[Action]:
             yield "tell", slot, fact
         if sched.phase != "reading" and sched.tail < len(world.attempts):
             yield "tail", slot
-        if sched.phase not in ("reading", "ends") and world.held(sched):  # Without the lease it asks for no more.
-            if request := next((r for r in world.requests if r[0] not in world.consumed), None):
-                yield "consume", slot, request[0]
+        request = next((r for r in world.requests if r[0] not in world.consumed), None)
+        if request and sched.phase not in ("reading", "ends") and world.held(sched):  # Else it asks for none.
+            yield "consume", slot, request[0]
         if _may_go_on(world, sched):
             yield f"go on {sched.phase}", slot
 
@@ -80,15 +84,16 @@ def feed(world: "World", slot: int, op: Op) -> None:
     world.set_sched(slot, state=state, todo=tuple(todo))
 
 
-def hear(world: "World", slot: int, beat: Op) -> None:
-    """A heartbeat arrives; of those that wait for a frozen process only the last of each sender counts."""
+def hear(world: "World", slot: int, *beats: Op) -> None:
+    """Heartbeats arrive; of those that wait for a frozen process only the last of each sender counts."""
     sched = world.scheds[slot]
     if sched.state < 0 or sched.up == "down":
         return
     if sched.up == "frozen":
-        world.set_sched(slot, beats=(*(b for b in sched.beats if b[1] != beat[1]), beat))
+        senders = {beat[1] for beat in beats}
+        world.set_sched(slot, beats=(*(b for b in sched.beats if b[1] not in senders), *beats))
     else:
-        feed(world, slot, beat)
+        feed(world, slot, ("all", *beats))
 
 
 def receive(world: "World", message: Message) -> None:
@@ -148,8 +153,7 @@ def _go_on(world: "World", slot: int) -> None:
         case "reading":
             world.set_sched(slot, phase="ends", mark=len(world.attempts))
         case "ends":
-            for seq, _, item in world.scheds[slot].snapshot:
-                feed(world, slot, ("found", seq, item))
+            feed(world, slot, ("all", *(("found", seq, item) for seq, _, item in world.scheds[slot].snapshot)))
             world.consumed = frozenset()
             world.set_sched(slot, phase="requests", snapshot=(), opened=world.now)
         case "requests":
@@ -164,8 +168,7 @@ def _go_on(world: "World", slot: int) -> None:
 
 def sweep(world: "World", slot: int) -> None:
     """Look at all of WORK."""
-    for seq, _, item in world.work:
-        feed(world, slot, ("found", seq, item))
+    feed(world, slot, ("all", *(("found", seq, item) for seq, _, item in world.work)))
 
 
 def depose(world: "World", slot: int) -> None:
@@ -176,8 +179,7 @@ def depose(world: "World", slot: int) -> None:
 def thaw(world: "World", slot: int) -> None:
     beats = world.scheds[slot].beats
     world.set_sched(slot, up="up", beats=())
-    for beat in beats:
-        feed(world, slot, beat)
+    feed(world, slot, ("all", *beats))
 
 
 def _tail(world: "World", slot: int) -> None:
@@ -247,19 +249,21 @@ def item_of(world: "World", slot: int, effect: Op) -> bytes | None:
 def renew(world: "World") -> None:
     for slot, sched in enumerate(world.scheds):
         if sched.up == "down":
-            world.scheds = tuple([Sched(s.name) if s is sched else s for s in world.scheds])
+            world.set_sched(slot, up="up")
         elif sched.up == "up" and sched.phase in SERVING and sched.epoch == world.lease[0]:
             world.lease = (world.lease[0], world.now)
 
 
-def pass_time(world: "World") -> None:
+def pass_time(world: "World", beats: list[Op]) -> None:
+    """Heartbeats arrive, own ticks after them; once all is settled the sweep looks at WORK."""
     settled = world.is_settled()
     for slot, sched in enumerate(world.scheds):
-        if sched.up == "up" and sched.phase in SERVING:
-            feed(world, slot, ("tick",))
-            feed(world, slot, ("time",))
-            if settled and sched.phase == "owner":
-                sweep(world, slot)
+        if sched.up != "up" or sched.state < 0 or sched.phase not in SERVING:
+            hear(world, slot, *beats)
+            continue
+        feed(world, slot, ("all", *beats, ("tick",), ("time",)))
+        if settled and sched.phase == "owner":
+            sweep(world, slot)
 
 
 STEPS: dict[str, Callable[..., None]] = {
@@ -272,4 +276,3 @@ STEPS: dict[str, Callable[..., None]] = {
     "do": _do,
     "ack request": _do,
 }
-

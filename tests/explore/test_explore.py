@@ -36,10 +36,11 @@ def test_no_history_breaks_a_rule(capsys: pytest.CaptureFixture[str]) -> None:
         (Parts(worker=mutants.DeafWorker), STREAM, ["a confirmed cancel holds"]),
         (Parts(relay=mutants.FencelessRelay), STREAM, ["attempts are never concatenated"]),
         (Parts(core=mutants.StubbornCore), STREAM, ["no retry after tokens"]),
-        (Parts(core=mutants.ForgetfulCore), ANSWER, ["what was stored is not forgotten"]),
-        (Parts(core=mutants.ImpatientCore), STREAM, ["nothing follows an end"]),
+        (Parts(core=mutants.ForgetfulCore), ANSWER, ["what was stored is not forgotten", "no request fails in vain"]),
+        (Parts(core=mutants.HastyCore), STREAM, ["no request fails in vain"]),
+        (Parts(core=mutants.ImpatientCore), STREAM, ["an attempt ends before the next", "nothing follows an end"]),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=["repeating", "deaf", "fenceless", "stubborn", "forgetful", "hasty", "impatient"],
 )
 def test_a_broken_core_is_found(parts: Parts, scenario: Scenario, rules: list[str]) -> None:
     with pytest.raises(Found) as found:

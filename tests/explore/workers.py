@@ -8,12 +8,15 @@ import msgspec
 from contracts.messages import Frame, FramesAnswer
 from tests.explore import schedulers
 from tests.explore.parts import CONTROLLED, ITEM, encode
-from tests.explore.records import Action, Kept, Key, Message, Op, Run, Violation, Worker
+from tests.explore.records import TICK_MS, Action, Kept, Key, Message, Op, Run, Violation, Worker
 
 if TYPE_CHECKING:
     from tests.explore.world import World
 
 TOKENS = 2
+GRACE_MS = TICK_MS
+LAST_MS = 2 * TICK_MS
+"""After the grace time, for the last events and acknowledgements."""
 
 
 def start(world: "World", slot: int, number: int) -> Worker:
@@ -123,9 +126,10 @@ def _pull(world: "World", slot: int, seq: int) -> None:
     feed(world, slot, ("pulled", seq, data))
     item = ITEM.decode(data)
     key = (item.request.request_id, item.attempt)
-    if any(run.key == key for run in world.workers[slot].runs):
-        if any(denied == key and item.epoch.revision <= epoch for denied, epoch in world.workers[slot].denied):
-            raise Violation("a confirmed cancel holds", f"{world.workers[slot].name} starts {key}")
+    worker = world.workers[slot]
+    denied = any(known == key and item.epoch.revision <= epoch for known, epoch in worker.denied)
+    if denied and any(run.key == key for run in worker.runs):
+        raise Violation("a confirmed cancel holds", f"{worker.name} starts {key}")
 
 
 def _engine(world: "World", slot: int, key: Key) -> None:
@@ -165,7 +169,7 @@ def _work(world: "World", slot: int, effect: Op) -> None:
     remove(world, slot, effect)
     match effect:
         case ("store", key, data):
-            won = world.store_end(*key, data)
+            won = world.store_end(key[0], key[1], data)
             world.set_worker(slot, todo=(*world.workers[slot].todo, ("decided", key, won)))
         case ("decided", _, _):
             feed(world, slot, effect)
@@ -183,7 +187,8 @@ def _beat(world: "World", slot: int) -> None:
     world.set_worker(slot, beat=False)
     worker = world.workers[slot]
     if worker.name:
-        world.beat("beat", worker.name, world.parts.worker.facts[worker.state][3])
+        for sched in range(len(world.scheds)):
+            schedulers.hear(world, sched, ("beat", worker.name, world.parts.worker.facts[worker.state][3]))
 
 
 def _rejoin(world: "World", slot: int) -> None:
@@ -195,7 +200,9 @@ def _rejoin(world: "World", slot: int) -> None:
 
 def pass_time(world: "World") -> None:
     for slot, worker in enumerate(world.workers):
-        if worker.up == "down":
+        empty = not worker.todo and not world.parts.worker.facts[worker.state][2]
+        drained = worker.up == "up" and worker.draining and (empty or world.now - worker.draining > GRACE_MS + LAST_MS)
+        if worker.up == "down" or drained:
             made = list(world.workers)
             made[slot] = start(world, slot, worker.number + 1)
             world.workers = tuple(made)
@@ -204,6 +211,8 @@ def pass_time(world: "World") -> None:
             if worker.rebuild:
                 world.set_worker(slot, rebuild=False)
                 feed(world, slot, ("engine",))
+            if worker.draining and world.now - worker.draining >= GRACE_MS:
+                feed(world, slot, ("grace is over",))
 
 
 STEPS: dict[str, Callable[..., None]] = {

@@ -11,15 +11,14 @@ from itertools import islice
 from typing import Any
 
 from contracts.messages import HolderHeartbeat
-from tests.explore import faults, gateway, schedulers, workers
-from tests.explore.canonical import flat, near
+from tests.explore import faults, forms, gateway, schedulers, workers
+from tests.explore.canonical import near
 from tests.explore.parts import EVENT, ITEM, Parts, encode
 from tests.explore.records import (
     BASE_MS,
     STOPPED_TICKS,
     TICK_MS,
     Action,
-    Asked,
     Gateway,
     Message,
     Op,
@@ -36,13 +35,16 @@ class World:
     """One state of everything."""
 
     __slots__ = (
+        "_actions",
+        "_following",
         "attempts",
         "consumed",
         "faults",
         "gate",
+        "harm",
         "late",
-        "leaves",
         "lease",
+        "leaves",
         "net",
         "now",
         "parts",
@@ -55,11 +57,15 @@ class World:
     )
 
     def __init__(self, parts: Parts, scenario: Scenario) -> None:
+        self._actions: list[Action] = []
+        self._following: World | None = None
         self.parts = parts
         self.now = BASE_MS
         self.faults = scenario.faults
         """How many may still happen."""
         self.leaves = scenario.leaves
+        self.harm = 0
+        """What the faults so far may cost: 0 no request, 1 attempts of one worker, 2 anything."""
         self.lease = (0, BASE_MS)
         """(revision, last renewal)"""
         self.scheds: tuple[Sched, ...] = (Sched("s0"), Sched("s1"))
@@ -85,6 +91,8 @@ class World:
         other = World.__new__(World)
         for name in World.__slots__:
             setattr(other, name, getattr(self, name))
+        other._actions = []
+        other._following = None
         return other
 
     # Parts of the state -----------------------------------------------------------------------------------
@@ -168,12 +176,23 @@ class World:
 
         When one of them is ``eager`` it is the only one (the reduction of tests.explore.search).
         """
+        if not self._actions:
+            self._actions = self._possible()
+        return self._actions
+
+    def following(self) -> "World":
+        """The world after the first of ``actions``."""
+        if self._following is None:
+            self._following = self.after(self.actions()[0])
+        return self._following
+
+    def _possible(self) -> list[Action]:
         blocking: list[Action] = []
         for slot, sched in enumerate(self.scheds):
             if schedulers.is_deposed(self, sched):
                 return [*islice(self._of_deposed(slot), 1), ("depose", slot)]
         for action in self._doable():
-            if action[0] in _EAGER or (action[0] == "deliver" and self._is_eager(action[1])):
+            if self._is_eager(action):
                 return [action]
             blocking.append(action)
         held_up = [("arrive", *entry) for entry in self.late if entry[0] < self.now and self._arrives(entry[1])]
@@ -204,9 +223,8 @@ class World:
     def _of_deposed(self, slot: int) -> Iterator[Action]:
         """What it still does, one after the other, and it may stop anywhere."""
         for action in self._doable():
-            if action[1] == slot and action[0] in schedulers.STEPS:
-                yield action
-            elif action[0] == "deliver" and action[1][1] == slot and action[1][0] in schedulers.RECEIVED:
+            kind, slot_of = action[1][:2] if action[0] == "deliver" else action[:2]
+            if slot_of == slot and (kind in schedulers.STEPS or kind in schedulers.RECEIVED):
                 yield action
 
     def _deliveries(self) -> Iterator[Action]:
@@ -220,10 +238,25 @@ class World:
             if self.receiver_up(message):
                 yield "deliver", message
 
-    def _is_eager(self, message: Message) -> bool:
-        if message[0] in ("admission", "status", "frames", "cancelled"):
-            return True
-        return message[0] == "frame" and len({m[1] for m in self.net if m[0] == "frame" and m[2] == message[2]}) == 1
+    def _is_eager(self, action: Action) -> bool:
+        """Whether the order of this step among the others makes no difference."""
+        match action:
+            case ("beat", _) | ("go on reading", _) | ("go on requests", _):
+                return True
+            case ("ack request", _, (_, seq)):
+                return seq in self.consumed and self._is_owned()
+            case ("ack work", slot, (_, seq)):
+                return seq in self.workers[slot].delivered and self._is_owned()
+            case ("deliver", ("admission" | "status" | "frames" | "cancelled", *_)):
+                return True
+            case ("deliver", ("frame", _, rid, *_)):
+                return len({m[1] for m in self.net if m[0] == "frame" and m[2] == rid}) == 1
+        return False
+
+    def _is_owned(self) -> bool:
+        """Nobody takes over or is about to."""
+        settled = all(sched.phase in ("standby", "owner") for sched in self.scheds)
+        return settled and self.now - self.lease[1] < TICK_MS
 
     def receiver_up(self, message: Message) -> bool:
         match message[0]:
@@ -320,19 +353,16 @@ class World:
         self.now += TICK_MS
         schedulers.renew(self)
         workers.pass_time(self)
-        for worker in self.workers:
-            if worker.up == "up" and worker.name:
-                self.beat("beat", worker.name, self.parts.worker.facts[worker.state][3])
+        beats: list[Op] = [
+            ("beat", worker.name, self.parts.worker.facts[worker.state][3])
+            for worker in self.workers
+            if worker.up == "up" and worker.name
+        ]
         if self.gate.up == "up":
-            self.beat("holder", "g", HOLDER_BEAT)
-        schedulers.pass_time(self)
+            beats.append(("holder", "g", HOLDER_BEAT))
+        schedulers.pass_time(self, beats)
         if self.gate.up == "up":
             gateway.pass_time(self)
-
-    def beat(self, kind: str, name: str, data: bytes) -> None:
-        """A heartbeat reaches all schedulers that listen."""
-        for slot in range(len(self.scheds)):
-            schedulers.hear(self, slot, (kind, name, data))
 
     # Looks ------------------------------------------------------------------------------------------------
 
@@ -341,20 +371,21 @@ class World:
         now, mark = self.now, self.parts.mark
         return hash(
             (
-                *[mark(s, now, _sched_form) for s in self.scheds],
-                *[mark(w, now, _worker_form) for w in self.workers],
-                *[mark(a, now, _asked_form) for a in self.gate.asked],
+                *[mark(s, now, forms.sched_form) for s in self.scheds],
+                *[mark(w, now, forms.worker_form) for w in self.workers],
+                *[mark(a, now, forms.asked_form) for a in self.gate.asked],
                 self.gate.up,
                 near(self.gate.since, now),
-                mark(self.requests, now, _requests_form),
+                mark(self.requests, now, forms.requests_form),
                 self.consumed,
-                mark(self.work, now, _flat_form),
-                mark(self.attempts, now, _flat_form),
+                mark(self.work, now, forms.flat_form),
+                mark(self.attempts, now, forms.flat_form),
                 frozenset(self.stored_ids),
-                mark(self.net, now, _net_form),
-                mark(self.late, now, _late_form),
+                mark(self.net, now, forms.net_form),
+                mark(self.late, now, forms.late_form),
                 (self.lease[0], near(self.lease[1], now)),
                 self.leaves,
+                self.harm,
             )
         )
 
@@ -369,7 +400,7 @@ class World:
             and all(a.phase == "over" and not a.cancel for a in self.gate.asked)
             and not self.requests
             and self.parts.core.facts[owner.state][0] == 0
-            and all(w.name and not w.beat and not w.todo and not w.rebuild for w in self.workers)
+            and all(w.name and not w.beat and not w.todo and not w.rebuild and not w.draining for w in self.workers)
             and all(not self.parts.worker.facts[w.state][2] and not w.runs for w in self.workers)
         )
 
@@ -389,46 +420,14 @@ class World:
         for asked in self.gate.asked:
             if asked.ending is None:
                 raise Violation("every request ends", f"{asked.rid} has no ending")
+            ends = [event for _, event in self.ends_of(asked.rid)]
+            produced = asked.text or any(event.completion_tokens for event in ends)
+            # A worker may die between storing the end and sending it; of the end only its outcome is known then.
+            untold = any(event.outcome == "completed" for event in ends)
+            may_fail = self.harm > 1 or (self.harm and (untold or (asked.stream and produced)))
+            completed = asked.ending[0] == "finish" and b'"completed"' in asked.ending[1]
+            if not completed and not may_fail:
+                raise Violation("no request fails in vain", f"{asked.rid} ends with {asked.ending}")
             stored = any(message_id == asked.rid for message_id, _ in self.stored_ids)
             if stored and not any(self.ends_of(asked.rid)):
                 raise Violation("what was stored is not forgotten", f"{asked.rid} has no stored end")
-
-
-_EAGER = frozenset(("ack request", "ack work", "beat", "go on reading", "go on requests"))
-
-
-def _sched_form(sched: Sched, now: int, parts: Parts) -> Any:
-    times = near(sched.since, now), near(sched.opened, now)
-    return sched[:2], sched[3:4], parts.core.form(sched.state, now), sched.epoch, times, flat(sched[7:], now)
-
-
-def _worker_form(worker: Worker, now: int, parts: Parts) -> Any:
-    return worker[:3], parts.worker.form(worker.state, now), flat(worker[4:], now)
-
-
-def _asked_form(asked: Asked, now: int, parts: Parts) -> Any:
-    form = parts.relay.form(asked.relay, now) if asked.listens else ()
-    questions = frozenset([(question, near(at, now)) for question, at in asked.questions])
-    return asked[:3], flat(asked.answer, now), form, asked.text, flat(asked.ending, now), questions, asked[8:]
-
-
-def _flat_form(value: Any, now: int, _: Parts) -> Any:
-    return flat(value, now)
-
-
-def _requests_form(requests: tuple[tuple[int, int, str, bytes], ...], now: int, _: Parts) -> Any:
-    return tuple([(seq, near(at, now), flat(data, now)) for seq, at, _, data in requests])
-
-
-def _late_form(late: tuple[tuple[int, Message], ...], now: int, _: Parts) -> Any:
-    return frozenset([(near(at, now), flat(message, now)) for at, message in late])
-
-
-def _net_form(net: tuple[Message, ...], now: int, _: Parts) -> Any:
-    """Order counts within a channel only."""
-    loose = frozenset([flat(m, now) for m in net if m[0] not in ("frame", "control")])
-    ordered: dict[Op, list[Any]] = {}
-    for message in net:
-        if message[0] in ("frame", "control"):
-            ordered.setdefault(message[:3] if message[0] == "frame" else message[:4], []).append(flat(message, now))
-    return loose, frozenset([(channel, tuple(found)) for channel, found in ordered.items()])

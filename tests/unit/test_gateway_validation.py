@@ -340,7 +340,7 @@ def test_simulate_is_for_the_simulated_engine_alone() -> None:
 
 def test_a_scripted_answer_states_its_length() -> None:
     valid = check(BASE | {"simulate": {"tokens": ["a"] * 40}})
-    assert output_limit(SIMULATED, "chat/completions", [5], valid) == 40
+    assert output_limit(SIMULATED, [5], valid) == 40
 
 
 # The context -----------------------------------------------------------------------------------------------
@@ -350,22 +350,22 @@ def test_a_scripted_answer_states_its_length() -> None:
 def test_c35_what_does_not_fit_is_refused_with_both_numbers(prompt: int, asked: int | None) -> None:
     valid = check(BASE | {"max_tokens": asked})
     with pytest.raises(HeadraceError) as caught:
-        output_limit(SIMULATED, "chat/completions", [prompt], valid)
+        output_limit(SIMULATED, [prompt], valid)
     assert caught.value.code == "context_length_exceeded"
     assert "4096" in caught.value.message
     assert str(prompt) in caught.value.message
 
 
 def test_the_default_limit_shrinks_to_the_room_that_is_left() -> None:
-    assert output_limit(SIMULATED, "chat/completions", [4090], check(BASE)) == 6
-    assert output_limit(SIMULATED, "chat/completions", [10], check(BASE)) == 16
-    assert output_limit(SIMULATED, "completions", [10, 4095], check(TEXT, "completions")) == 1
-    assert output_limit(SIMULATED, "chat/completions", [4000], check(BASE | {"max_tokens": 96})) == 96
+    assert output_limit(SIMULATED, [4090], check(BASE)) == 6
+    assert output_limit(SIMULATED, [10], check(BASE)) == 16
+    assert output_limit(SIMULATED, [10, 4095], check(TEXT, "completions")) == 1
+    assert output_limit(SIMULATED, [4000], check(BASE | {"max_tokens": 96})) == 96
 
 
 def test_a_prompt_without_tokens_is_refused() -> None:
     with pytest.raises(HeadraceError, match="no tokens"):
-        output_limit(SIMULATED, "completions", [3, 0], check(TEXT, "completions"))
+        output_limit(SIMULATED, [3, 0], check(TEXT, "completions"))
 
 
 def test_large_and_exact_numbers_survive() -> None:

@@ -1,13 +1,15 @@
 """The simulated engine's request field, its token count, and its way from tokens to text."""
 
 import codecs
+import random
 from typing import Any
 
 import pytest
 
+from contracts import simulated
 from contracts.errors import HeadraceError
 from contracts.messages import Endpoint
-from contracts.simulated import simulate_field, simulated_prompt_tokens
+from contracts.simulated import Prompt, simulate_field, simulated_prompt_tokens
 from worker.simulated_answer import Text
 
 HELLO = [{"role": "user", "content": "hello big world"}]
@@ -140,3 +142,20 @@ def test_the_earliest_of_several_stop_strings_cuts() -> None:
 def test_a_stop_string_may_be_split_in_a_character() -> None:
     heart = "\u2764".encode()
     assert "".join(pieces([b"x" + heart[:1], heart[1:2], heart[2:] + b"y"], "\u2764")) == "x"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_words_are_those_of_split_wherever_the_slices_fall(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated, "SLICE_CHARS", 7)
+    chance = random.Random(seed)
+    text = "".join(chance.choice(["a", "bc", "é", " ", "\n", "\t", "\u3000", "\x1f", "\xa0"]) for _ in range(400))
+    prompt = Prompt(text)
+    assert list(prompt) == text.split() == list(prompt)
+    assert len(prompt) == len(text.split())
+
+
+def test_a_long_prompt_comes_in_small_slices() -> None:
+    """Each slice is one call during which no other thread runs."""
+    slices = list(simulated._words("word " * 200_000))
+    assert sum(map(len, slices)) == 200_000
+    assert max(map(len, slices)) < 10_000

@@ -135,13 +135,19 @@ async def test_events_are_cut_at_blank_lines_wherever_pieces_end() -> None:
         assert (b"x-request-id", b"r") in scope["headers"]
         assert (await receive())["body"] == b'{"a": 1}'
         await _start(send)
-        for piece in (b"data: on", b"e\n\ndata: two\n\n: comment\n\nda", b"ta: [DONE]\n\n"):
+        for piece in (
+            b"data: on",
+            b"e\n\ndata: two\n\n: comment\n\nda",
+            b"ta: [DONE]\n\n",
+            b"event: stop\nda",
+            b"ta: {}\n\n",
+        ):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
     one = exchange(application)
     assert await one.status() == 200
-    assert [event async for event in one.events()] == [b"one", b"two", b"[DONE]"]
+    assert [event async for event in one.events()] == [(b"", b"one"), (b"", b"two"), (b"", b"[DONE]"), (b"stop", b"{}")]
     await one.close()
 
 

@@ -606,7 +606,7 @@ def one_step(world: World, random_: random.Random) -> None:
         world.names += 1
         world.step(Joined(worker=f"w-{world.names + 1}"))
     elif world.core.state in ("starting", "engine_down"):
-        world.step(EngineStarted(slots=random_.randrange(1, 4), kv_tokens=200))
+        world.step(EngineStarted(slots=world.core.slots or random_.randrange(1, 4), kv_tokens=200))
 
 
 def finish(world: World) -> None:

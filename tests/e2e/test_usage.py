@@ -1,0 +1,194 @@
+"""From a request to its price: command line, HTTP, SQL door and page, on a real stack of its own."""
+
+import csv
+import io
+import json
+import os
+import stat
+import time
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import clickhouse_connect
+import httpx
+import pytest
+
+from contracts import ids
+from tests.e2e.browser import Browser, chromium
+from tests.e2e.conftest import Stack, until
+
+MONTH = time.strftime("%Y-%m", time.gmtime())
+TODAY = time.strftime("%Y-%m-%d", time.gmtime())
+REQUESTS = 5
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A stack with a price, whose demo tenant has been answered REQUESTS times and whose other tenant once."""
+    stack = Stack(tmp_path_factory.mktemp("usage") / "data", "--engine", "simulated").wait_ready()
+    try:
+        model = stack.model
+        price = ("price", "set", model, "--input", "0.15", "--cached", "0.0375", "--output", "0.6")
+        assert stack.cli(*price).returncode == 0  # from tomorrow
+        refused = stack.cli(*price, "--from", TODAY)
+        assert refused.returncode == 1 and "--backdate" in refused.stderr
+        assert stack.cli(*price, "--from", "2026-01-01", "--backdate").returncode == 0
+        assert stack.cli("tenant", "create", "other").returncode == 0
+        other = stack.cli_json("key", "create", "other")["key"]
+        body = {"model": model, "max_tokens": 7, "messages": [{"role": "user", "content": "hi there"}]}
+        with stack.client() as client:
+            for _ in range(REQUESTS):
+                assert client.post("/v1/chat/completions", json=body).status_code == 200
+        with stack.client(other) as client:
+            assert until(lambda: client.post("/v1/chat/completions", json=body).status_code == 200, "the new key")
+        stack.other_key = other  # type: ignore[attr-defined]
+        until(lambda: len(rows(stack)) == 2 and rows(stack)["demo"]["requests"] == REQUESTS, "usage is booked")
+        yield stack
+    finally:
+        stack.stop()
+
+
+def rows(stack: Stack) -> dict[str, Any]:
+    return {row["tenant"]: row for row in stack.cli_json("usage", "--by", "tenant")["data"]}
+
+
+def test_usage_has_its_price(used: Stack) -> None:
+    row = rows(used)["demo"]
+    fresh = row["prompt_tokens"] - row["cached_tokens"]
+    exact = (
+        fresh * Decimal("0.15") + row["cached_tokens"] * Decimal("0.0375") + row["completion_tokens"] * Decimal("0.6")
+    )
+    assert Decimal(row["amount"]) == exact / 1_000_000
+    assert row["unpriced_tokens"] == 0
+    assert row["completion_tokens"] == 7 * REQUESTS
+
+
+def test_the_command_line_tells_usage_in_every_form(used: Stack) -> None:
+    wanted = rows(used)["demo"]
+    table = used.cli("usage", "--by", "day", "--by", "model", "--tenant", "demo", "--from", f"{MONTH}-01")
+    assert TODAY in table.stdout and "AMOUNT USD" in table.stdout
+    printed = used.cli("usage", "--by", "outcome", "--csv", "--tenant", "demo")
+    [line] = csv.DictReader(io.StringIO(printed.stdout))
+    assert line["outcome"] == "completed"
+    assert line["amount"] == wanted["amount"] and line["currency"] == "USD"
+    for arguments in (("--from", "2026-02-30"), ("--from", "2026-11-02", "--to", "2026-11-01"), ("--from", "now")):
+        assert used.cli("usage", *arguments).returncode == 2
+    assert used.cli_json("usage", "--from", "2020-01-01", "--to", "2020-02-01")["data"] == []
+    assert used.cli_json("latency", "--tenant", "demo")[0]["first_token_ms"]["count"] == REQUESTS
+    assert "first token" in used.cli("latency").stdout
+
+
+def test_an_invoice_adds_up(used: Stack) -> None:
+    made = used.cli_json("invoice", "demo", MONTH)
+    assert sum(Decimal(line["amount"]) for line in made["lines"]) == Decimal(made["total"])
+    used_lines = [line for line in made["lines"] if line["kind"] != "rounding"]
+    assert sum(Decimal(line["amount"]) for line in used_lines) == Decimal(rows(used)["demo"]["amount"])
+    for line in used_lines:
+        assert Decimal(line["amount"]) == line["tokens"] * Decimal(line["price"]) / 1_000_000
+    printed = list(csv.DictReader(io.StringIO(used.cli("invoice", "demo", MONTH, "--csv").stdout)))
+    assert sum(Decimal(line["amount"]) for line in printed) == Decimal(made["total"])
+    assert not made["closed"] and "not closed" in used.cli("invoice", "demo", MONTH).stderr
+    assert used.cli("invoice", "demo", "2026-13").returncode == 1
+
+
+def test_a_request_is_explained(used: Stack) -> None:
+    with used.client() as client:
+        body = {"model": used.model, "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]}
+        answer = client.post("/v1/chat/completions", json=body, headers={"x-request-id": "mine-1"})
+    request_id = answer.headers["x-request-id"]
+    done = until(lambda: used.cli("explain", request_id).stdout, "the request is in the ledger")
+    for part in ("of tenant demo", "The caller's own id is mine-1", "Attempt 1: version", "completed", "Billed: "):
+        assert part in done
+    assert used.cli_json("explain", request_id)["attempts"][0]["completion_tokens"] == 2
+    for unknown in (ids.request_id(), "nonsense"):
+        assert used.cli("explain", unknown).returncode == 1
+    assert used.cli_json("ledger", "dead") == []
+
+
+def test_usage_over_http_is_ones_own_and_ranges_are_exact(used: Stack) -> None:
+    with used.client() as client:
+        whole = client.get("/v1/usage", params={"by": "day,key", "from": f"{MONTH}-01"}).json()
+        assert whole["data"][0]["day"] == TODAY and whole["currency"] == "USD"
+        assert sum(row["requests"] for row in whole["data"]) >= REQUESTS
+        total = client.get("/v1/usage", params={"by": "model", "tenant": "other", "tenant_id": "other"}).json()
+        assert total["data"][0]["requests"] >= REQUESTS
+        by_hour = client.get("/v1/usage", params=[("by", "hour"), ("by", "outcome")]).json()
+        assert sum(row["requests"] for row in by_hour["data"]) == total["data"][0]["requests"]
+        page = client.get("/v1/usage", params={"by": "key,outcome", "limit": "1"}).json()
+        assert (len(page["data"]), page["has_more"]) == (1, False)
+        for bad in (
+            {"from": "2026-11-02", "to": "2026-11-01"},
+            {"from": "2026-11-01", "to": "2026-11-01"},
+            {"from": "2026-02-30"},
+            {"from": "2026-11-01T00:00:00"},
+            {"from": "2026-11-01T00:00:00 05:30"},
+            {"by": "moon"},
+            {"limit": "0"},
+            {"limit": "10001"},
+            {"after": "-1"},
+            {"from": "1969-12-31"},
+            {"by": "hour", "from": "2026-01-01", "to": "2026-12-31"},
+        ):
+            answer = client.get("/v1/usage", params=bad)
+            assert answer.status_code == 400, bad
+            assert answer.json()["error"]["code"] == "invalid_request"
+        offset = client.get("/v1/usage", params={"from": "2026-11-01T05:30:00+05:30", "to": "2027-01-01T00:00:00Z"})
+        assert offset.json()["from"] == "2026-11-01T00:00:00.000Z"
+        latency = client.get("/v1/usage/latency", params={"by": "day"}).json()["data"]
+        assert latency[0]["first_token_ms"]["p50"] > 0
+        assert client.get("/admin/v1/usage").status_code == 403
+
+
+def test_operators_see_all_tenants(used: Stack) -> None:
+    with used.client(used.run.admin_key) as client:
+        found = client.get("/admin/v1/usage", params={"by": "tenant"}).json()["data"]
+        assert [row["tenant"] for row in found] == ["demo", "other"]
+        one = client.get("/admin/v1/usage", params={"by": "model", "tenant": "other"}).json()["data"]
+        assert one[0]["requests"] == 1
+        assert client.get("/admin/v1/usage", params={"tenant_id": "other"}).status_code == 400
+        assert client.get("/admin/v1/usage", params={"tenant": "x" * 200}).status_code == 400
+        assert len(client.get("/admin/v1/usage/latency", params={"by": "tenant"}).json()["data"]) == 2
+    assert httpx.get(f"{used.run.url}/admin/v1/usage", trust_env=False).status_code == 401
+
+
+def test_the_sql_door_is_open_to_analysts(used: Stack) -> None:
+    path = used.data_dir / "sql.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    door = json.loads(path.read_text())
+    assert door["url"] in used.output.read_text()
+    url = httpx.URL(door["url"])
+    with clickhouse_connect.get_client(
+        host=url.host, port=url.port, username=door["user"], password=door["password"], database="headrace"
+    ) as client:
+        found = client.query("SELECT sum(amount_pico), any(currency) FROM billed WHERE tenant = 'other'").first_row
+        assert found == (int(Decimal(rows(used)["other"]["amount"]) * 10**12), "USD")
+        with pytest.raises(clickhouse_connect.driver.exceptions.DatabaseError):
+            client.command("DROP TABLE attempts")
+
+
+def test_the_page_draws_a_month(used: Stack, tmp_path: Path) -> None:
+    binary = chromium()
+    if binary is None:
+        pytest.skip("there is no Chromium here (Debian, Ubuntu: apt install chromium)")
+    with Browser(binary) as browser:
+        browser.open(f"{used.run.url}/usage")
+        assert browser.run("document.getElementById('content').hidden")
+        browser.run(f"keyField.value = {used.run.key!r}; find('show').click()")
+        browser.until("document.body.dataset.drawn && document.body.dataset.drawn !== 'failed'")
+        assert browser.run("document.querySelectorAll('svg').length") == 6
+        assert browser.run("document.querySelectorAll('#spend rect').length") == 1
+        assert browser.run("document.querySelectorAll('#latency circle').length") == 4
+        assert TODAY in browser.run("document.querySelector('tbody').innerText")
+        assert browser.run("sessionStorage.getItem('key')") == used.run.key
+        assert used.run.key not in browser.run("location.href + document.documentElement.outerHTML")
+        browser.run("find('by').value = 'outcome'; find('by').dispatchEvent(new Event('change'))")
+        browser.until("document.querySelector('tbody').innerText.includes('completed')")
+        assert not browser.errors
+        browser.screenshot(Path(os.environ.get("HEADRACE_SCREENSHOTS", str(tmp_path))) / "usage.png")
+        browser.run("keyField.value = 'hr_wrong'; find('show').click()")
+        browser.until("notice.textContent.includes('API key')")
+        browser.run(f"keyField.value = {used.run.admin_key!r}; find('scope').value = '/admin/v1'; find('show').click()")
+        browser.until("notice.textContent === '' && !find('show').disabled")
+        assert browser.run("document.querySelectorAll('#spend-key .legend li').length") == 2

@@ -1,0 +1,127 @@
+"""The OpenAPI document holds every route, every kind of refusal, and schemas that mean what the checks mean."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from contracts import errors
+from contracts.errors import HeadraceError
+from contracts.messages import Manifest
+from gateway import app, openapi, validation
+from gateway.admin import Admin
+from gateway.auth import Directory
+from gateway.catalog import Catalog
+from gateway.config import GatewayConfig
+from tests.unit.test_asyncapi import references, resolved
+
+DOCUMENT = json.loads(json.dumps(openapi.document()))
+MANIFEST = Manifest(name="m", version="1", engine="simulated", context=4096, default_output_tokens=16)
+BASE: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+class NoCompletions:
+    """Stands where a route needs something to call; nothing is called here."""
+
+    async def __call__(self, *arguments: object) -> None: ...
+
+    async def count_tokens(self, request: object) -> None: ...
+
+
+def test_every_route_is_described_and_nothing_else(tmp_path: Path) -> None:
+    pepper = tmp_path / "pepper"
+    pepper.write_bytes(b"pepper")
+    directory, bus = Directory(b"pepper"), object()
+    edge = app.build(
+        directory=directory,
+        catalog=Catalog(),
+        completions=NoCompletions(),  # type: ignore[arg-type]
+        admin=Admin(directory, bus, GatewayConfig(pepper_file=str(pepper))),  # type: ignore[arg-type]
+        bus=bus,  # type: ignore[arg-type]
+        not_ready=str,
+        cors_origins=(),
+    )
+    routes = {
+        (method.lower(), route.path.replace(":path", ""))
+        for route in edge._app.router.routes  # type: ignore[attr-defined]
+        for method in route.methods - {"HEAD"}
+    }
+    assert routes == {(method, path) for path, verbs in DOCUMENT["paths"].items() for method in verbs}
+
+
+def test_references_lead_somewhere_and_ids_are_unique() -> None:
+    for reference in references(DOCUMENT):
+        assert resolved(DOCUMENT, reference) is not None
+    ids = [operation["operationId"] for verbs in DOCUMENT["paths"].values() for operation in verbs.values()]
+    assert len(ids) == len(set(ids))
+
+
+def test_every_error_is_a_documented_answer_of_something() -> None:
+    """But those that no described operation can give: 404 and 405 of paths and methods that are not there."""
+    documented = {
+        status
+        for verbs in DOCUMENT["paths"].values()
+        for operation in verbs.values()
+        for status in operation["responses"]
+    }
+    assert {str(entry.status) for entry in errors.TABLE.values()} - documented == {"405"}
+
+
+def chat_schema() -> jsonschema.Draft202012Validator:
+    schema = {"$ref": "#/components/schemas/OpenAI.ChatBody", "components": DOCUMENT["components"]}
+    return jsonschema.Draft202012Validator(schema)
+
+
+def check(body: dict[str, Any]) -> None:
+    validation.model_of(body)
+    validation.validate("chat/completions", body, MANIFEST, None)
+
+
+def test_the_pages_load_nothing_from_elsewhere() -> None:
+    for page in Path(app.__file__).with_name("static").glob("*.html"):
+        assert not re.search(r"(src|href)=\"?(https?:)?//|@import|url\(", page.read_text()), page
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": "5"},
+        {"max_tokens": 2.5},
+        {"temperature": 2.5},
+        {"top_p": 0},
+        {"n": 129},
+        {"seed": 2**64},
+        {"stop": ""},
+        {"stop": ["a"] * 17},
+        {"messages": []},
+        {"messages": [{"role": "banana", "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"logit_bias": {"1": 101}},
+        {"response_format": {"type": "xml"}},
+        {"model": None},
+    ],
+)
+def test_what_the_schema_refuses_the_gateway_refuses(change: dict[str, Any]) -> None:
+    assert not chat_schema().is_valid(BASE | change)
+    with pytest.raises(HeadraceError):
+        check(BASE | change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"max_tokens": None, "temperature": None, "stop": None, "tools": None},
+        {"stop": "x", "stream": True, "stream_options": {"include_usage": True}},
+        {"stop": ["a", "b"], "foo": {"a": 1}},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto"},
+    ],
+)
+def test_what_the_gateway_takes_the_schema_takes(change: dict[str, Any]) -> None:
+    check(BASE | change)
+    chat_schema().validate(BASE | change)

@@ -1,0 +1,262 @@
+"""The read-only SQL door over the real engine: what passes, what does not, and that nothing leaves the database."""
+
+import asyncio
+import gzip
+import http.client
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import clickhouse_connect
+import httpx
+import pytest
+
+from ledger import sql
+from ledger.door import BODY_BYTES_MAX, Door
+from ledger.store import Store
+
+AUTH = ("ann", "secret")
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    directory = tmp_path_factory.mktemp("door")
+    store = Store(f"chdb://{directory}", "headrace")
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(store.open())
+    door = Door(str(directory), "headrace", "127.0.0.1:0", *AUTH)
+    door.start()
+    yield door
+    door.close()
+    loop.run_until_complete(store.close())
+    loop.close()
+
+
+@pytest.fixture
+def http_client(door: Door) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://{door.address}", auth=AUTH, trust_env=False, timeout=60) as client:
+        yield client
+
+
+def ask(client: httpx.Client, query: str, **params: str) -> httpx.Response:
+    return client.post("/", content=query, params=params)
+
+
+def test_ping_needs_no_password(door: Door) -> None:
+    for path in ("/ping", "/", "/replicas_status"):
+        answer = httpx.get(f"http://{door.address}{path}", trust_env=False)
+        assert (answer.status_code, answer.text) == (200, "Ok.\n")
+
+
+def test_every_way_to_name_oneself(door: Door) -> None:
+    url = f"http://{door.address}/"
+    for how in (
+        {"auth": AUTH},
+        {"headers": {"X-ClickHouse-User": "ann", "X-ClickHouse-Key": "secret"}},
+        {"params": {"user": "ann", "password": "secret"}},
+    ):
+        how.setdefault("params", {})["query"] = "SELECT 1"  # type: ignore[index]
+        answer = httpx.get(url, trust_env=False, **how)  # type: ignore[arg-type]
+        assert (answer.status_code, answer.text) == (200, "1\n")
+
+
+@pytest.mark.parametrize(
+    "auth", [None, ("ann", ""), ("ann", "Secret"), ("", "secret"), ("bob", "secret"), ("änn", "ü")]
+)
+def test_nobody_else_gets_in(door: Door, auth: tuple[str, str] | None) -> None:
+    answer = httpx.get(f"http://{door.address}/", params={"query": "SELECT 1"}, auth=auth, trust_env=False)
+    assert answer.status_code == (403 if auth else 401)
+    assert answer.headers["x-clickhouse-exception-code"] == "516"
+    assert "secret" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("query", "params", "text"),
+    [
+        ("SELECT 1 + 1", {}, "2\n"),
+        ("SELECT 1 AS a FORMAT JSONEachRow", {}, '{"a":1}\n'),
+        ("SELECT 1 AS a, 'x' AS b", {"default_format": "CSVWithNames"}, '"a","b"\n1,"x"\n'),
+        ("SELECT {n:UInt8}, {s:String}", {"param_n": "7", "param_s": "it's"}, "7\tit\\'s\n"),
+        ("SELECT 'a;\\nb -- file(' /* file() */;\n", {"default_format": "TSVRaw"}, "a;\nb -- file(\n"),
+        ("WITH 1 AS x SELECT x", {}, "1\n"),
+        ("SELECT sum(number) FROM numbers(10)", {}, "45\n"),
+        ("SELECT timezone()", {}, "UTC\n"),
+        ("SELECT currentDatabase()", {"database": "default"}, "headrace\n"),
+        ("SELECT count() FROM usage", {}, "0\n"),
+        ("EXISTS TABLE attempts", {}, "1\n"),
+        ("SELECT getSetting('readonly')", {"readonly": "0"}, "1\n"),
+        ("SELECT 12345678901 AS a FORMAT JSONEachRow", {"output_format_json_quote_64bit_integers": "1"},
+         '{"a":"12345678901"}\n'),
+    ],
+)  # fmt: skip
+def test_what_analysts_ask(http_client: httpx.Client, query: str, params: dict[str, str], text: str) -> None:
+    answer = ask(http_client, query, **params)
+    assert (answer.status_code, answer.text) == (200, text)
+
+
+def test_query_by_get_and_split_between_url_and_body(http_client: httpx.Client) -> None:
+    assert http_client.get("/", params={"query": "SELECT 1"}).text == "1\n"
+    assert http_client.post("/", content="1", params={"query": "SELECT"}).text == "1\n"
+    answer = http_client.get("/", params={"query": "SELECT 5 FORMAT JSON"})
+    assert answer.headers["content-type"].startswith("application/json")
+    assert answer.headers["x-clickhouse-format"] == "JSON"
+
+
+def test_answers_are_packed_when_asked_for(door: Door) -> None:
+    connection = http.client.HTTPConnection(*door.address.split(":"))
+    path = "/?enable_http_compression=1&user=ann&password=secret&query=SELECT%20repeat('a',1000)"
+    connection.request("GET", path, headers={"Accept-Encoding": "gzip"})
+    answer = connection.getresponse()
+    assert answer.getheader("Content-Encoding") == "gzip"
+    assert gzip.decompress(answer.read()) == b"a" * 1000 + b"\n"
+    connection.close()
+
+
+OUTSIDE = [
+    "SELECT file('{path}')",
+    "SELECT `file`('{path}')",
+    "SELECT * APPLY(file) FROM (SELECT '{path}')",
+    "SELECT arrayMap(file, ['{path}'])",
+    "SELECT * FROM file('{path}')",
+    "SELECT * FROM `file`('{path}', 'LineAsString')",
+    "SELECT * FROM url('http://127.0.0.1:1/', 'CSV', 'a Int8')",
+    "SELECT * FROM s3('http://127.0.0.1:1/bucket/key', 'CSV', 'a Int8')",
+    "SELECT * FROM remote('127.0.0.1:1', 'system', 'one')",
+    "SELECT * FROM mysql('127.0.0.1:1', 'a', 'b', 'c', 'd')",
+    "SELECT * FROM sqlite('{path}', 'a')",
+    "SELECT * FROM executable('/bin/ls', 'TSV', 'a String')",
+    "SELECT * FROM python('os')",
+    "SELECT * FROM Python(os)",
+    "SELECT * FROM filesystem('/etc')",
+    "SELECT * FROM eval('SELECT file(\\'{path}\\')')",
+    "SELECT * FROM merge('system', 'stack_trace')",
+    "SELECT * FROM loop(numbers(1))",
+    "SELECT aiGenerate('x')",
+    "SELECT 1 INTO OUTFILE '{path}.out'",
+    "SELECT 1 INTO/**/OUTFILE '{path}.out' TRUNCATE",
+    "EXPLAIN SELECT 1 INTO OUTFILE '{path}.out'",
+    "SELECT 1; SELECT file('{path}')",
+    "SELECT * FROM system.stack_trace",
+    "SELECT * FROM `system`.`processes`",
+    "SELECT sleep(3)",
+]
+WRITES = [
+    "INSERT INTO prices (model) VALUES ('x')",
+    "INSERT INTO prices SELECT * FROM prices",
+    "INSERT INTO prices FROM INFILE '{path}' FORMAT CSV",
+    "CREATE TABLE t (a Int8) ENGINE = Memory",
+    "CREATE TEMPORARY TABLE t (a Int8)",
+    "CREATE FUNCTION f AS x -> x",
+    "DROP TABLE attempts",
+    "TRUNCATE TABLE attempts",
+    "ALTER TABLE attempts DELETE WHERE 1",
+    "OPTIMIZE TABLE attempts",
+    "RENAME TABLE attempts TO a",
+    "DETACH TABLE attempts",
+    "ATTACH TABLE t FROM '{path}' (a Int8) ENGINE = Memory",
+    "BACKUP TABLE attempts TO File('{path}.out')",
+    "KILL QUERY WHERE 1",
+    "SYSTEM SHUTDOWN",
+    "SET readonly = 0",
+    "SET max_memory_usage = 0",
+    "USE system",
+    "SELECT 1 SETTINGS readonly = 0",
+    "SELECT 1 SETTINGS max_result_rows = 0",
+    "SELECT 1 SETTINGS max_execution_time = 0",
+    "GRANT ALL ON *.* TO default",
+    "CREATE USER u",
+    "nonsense",
+    "",
+]
+
+
+@pytest.mark.parametrize("query", OUTSIDE + WRITES)
+def test_nothing_else_passes(http_client: httpx.Client, tmp_path: Path, query: str) -> None:
+    secret = tmp_path / "secret.csv"
+    secret.write_text("hidden-in-a-file\n")
+    answer = ask(http_client, query.replace("{path}", str(secret)))
+    assert answer.status_code >= 400, answer.text
+    assert answer.headers["x-clickhouse-exception-code"] in {"164", "62", "81", "60", "47"}, answer.text
+    assert "hidden-in-a-file" not in answer.text
+    assert os.listdir(tmp_path) == ["secret.csv"]
+
+
+def test_settings_in_the_url_lift_nothing(http_client: httpx.Client) -> None:
+    lifted = {"readonly": "0", "max_result_rows": "0", "max_execution_time": "0", "allow_ddl": "1"}
+    assert ask(http_client, "DROP TABLE attempts", **lifted).status_code == 403
+    assert ask(http_client, "SELECT number FROM numbers(2000000)", **lifted).status_code == 500
+    quoted = ask(http_client, "SELECT 1", output_format_tsv_crlf_end_of_line="1', readonly = '0")
+    assert quoted.status_code >= 400
+    assert ask(http_client, "DROP TABLE attempts").status_code == 403
+
+
+def test_other_databases_are_closed(http_client: httpx.Client) -> None:
+    answer = ask(http_client, "SELECT * FROM stack_trace", database="system")
+    assert answer.headers["x-clickhouse-exception-code"] == "81"
+
+
+@pytest.mark.parametrize(
+    ("query", "code"),
+    [
+        ("SELECT number FROM numbers(1000001)", "396"),
+        ("SELECT groupArray(number) FROM numbers(1000000000)", "241"),
+        ("SELECT nosuch", "47"),
+        ("SELECT * FROM nosuch", "60"),
+    ],
+)
+def test_limits_and_errors_have_clickhouses_codes(http_client: httpx.Client, query: str, code: str) -> None:
+    answer = ask(http_client, query)
+    assert answer.headers["x-clickhouse-exception-code"] == code, answer.text
+    assert answer.text.startswith(f"Code: {code}. DB::Exception: ")
+
+
+def test_what_is_not_spoken_is_refused_with_a_reason(http_client: httpx.Client) -> None:
+    for answer in (
+        ask(http_client, "SELECT 1", compress="1"),
+        ask(http_client, "SELECT 1", decompress="1"),
+        http_client.post("/", files={"query": b"SELECT 1"}),
+        http_client.post("/", content=gzip.compress(b"SELECT 1"), headers={"content-encoding": "gzip"}),
+        http_client.post("/", content=b"SELECT '" + b"a" * BODY_BYTES_MAX + b"'"),
+        http_client.post("/", content=b"SELECT '\xff'"),
+    ):
+        assert answer.status_code in (400, 500), answer.text
+        assert "DB::Exception" in answer.text
+    assert http_client.get("/play").status_code == 404
+
+
+def test_many_may_ask_at_once_and_sessions_are_apart(door: Door, http_client: httpx.Client) -> None:
+    started = threading.active_count()
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda number: ask(http_client, f"SELECT {number}", session_id="s").text, range(24)))
+    assert answers == [f"{number}\n" for number in range(24)]
+    assert threading.active_count() < started + 64
+
+
+def test_clickhouse_connect_reads_types_names_and_frames(door: Door) -> None:
+    host, port = door.address.split(":")
+    with clickhouse_connect.get_client(host=host, port=int(port), username="ann", password="secret") as client:
+        found = client.query(
+            "SELECT toUInt64(1) AS a, toDateTime64('2026-11-29 18:00:00.123', 3, 'UTC') AS b, [1, 2] AS c,"
+            " toLowCardinality('x') AS d, toNullable(NULL) AS e, toInt128(-5) AS f, generateUUIDv4() AS g"
+        )
+        assert found.column_names == ("a", "b", "c", "d", "e", "f", "g")
+        assert found.first_row[2:6] == ([1, 2], "x", None, -5)
+        assert client.server_settings["readonly"].value == "1"
+        assert [row[0] for row in client.query("SHOW TABLES").result_rows].count("attempts") == 1
+        assert client.command("SELECT {n:Int32} + 1", parameters={"n": 41}) == 42
+        with client.query_row_block_stream("SELECT * FROM numbers(100000)") as blocks:
+            assert sum(len(block) for block in blocks) == 100_000
+        with pytest.raises(clickhouse_connect.driver.exceptions.DatabaseError):
+            client.command("DROP TABLE attempts")
+
+
+def test_sql_is_judged_as_the_engine_prints_it() -> None:
+    functions = frozenset({"url", "numbers"})
+    sql.check("SELECT 'url(' AS a, `b` FROM numbers(1)", functions)
+    for text in ("SELECT url(1)", "SELECT a.URL(1)", "SELECT `url`(1)", "DROP TABLE a", "( INSERT INTO a SELECT 1"):
+        with pytest.raises(sql.Forbidden):
+            sql.check(text, functions)
+    assert sql.format_of("SELECT 1 FORMAT CSV SETTINGS a = 1", "Native") == "CSV"
+    assert sql.format_of("SELECT ' FORMAT CSV'", "Native") == "Native"
