@@ -10,7 +10,7 @@ import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
 import msgspec
 
@@ -62,6 +62,9 @@ Party = Literal["service", "gateway", "scheduler", "worker", "ledger", "operator
 
 VERSION = "1"
 _SCHEMA = "#/components/schemas/{name}"
+
+
+_Parties = Sequence[Party]
 
 
 class Channel(msgspec.Struct, frozen=True):
@@ -162,7 +165,14 @@ CHANNELS = (
         summary="Attempt events that the ledger refused.",
     ),
     *(
-        Channel(name, _record(bucket, what), [kind], senders, receivers, stream=f"KV_{bucket}")
+        Channel(
+            name,
+            _record(bucket, what),
+            [kind],
+            cast(_Parties, senders),
+            cast(_Parties, receivers),
+            stream=f"KV_{bucket}",
+        )
         for name, bucket, kind, what, senders, receivers in (
             ("key", topology.KEYS, KeyRecord, "API keys by the HMAC of their secret.", _OPERATED, ["gateway"]),
             ("tenant", topology.TENANTS, TenantRecord, "Tenants.", _OPERATED, ["gateway", "scheduler"]),
@@ -236,7 +246,9 @@ def _describable(kind: Any) -> Any:
 def _default(field: msgspec.structs.FieldInfo) -> Any:
     if field.type is msgspec.Raw:
         return msgspec.UNSET
-    return msgspec.field(default=field.default, default_factory=field.default_factory)
+    if field.default_factory is not msgspec.NODEFAULT:
+        return msgspec.field(default_factory=field.default_factory)
+    return msgspec.field(default=field.default) if field.default is not msgspec.NODEFAULT else msgspec.field()
 
 
 def _by_name(kinds: set[type[msgspec.Struct]]) -> list[type[msgspec.Struct]]:
