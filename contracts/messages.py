@@ -555,7 +555,7 @@ class LatencyQuery(Message, frozen=True, kw_only=True):
 
 
 class Quantiles(Message, frozen=True, kw_only=True, omit_defaults=False):
-    """Milliseconds, within 1 %; all 0 when there is no sample."""
+    """Milliseconds, within 2 %; all 0 when there is no sample."""
 
     count: int = 0
     p50: float = 0.0

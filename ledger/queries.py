@@ -51,7 +51,7 @@ FIGURES = (
 
 LATENCY_KEYS = ("tenant", "model", "version", "priority")
 SPANS = ("queue_wait", "first_token", "inter_token", "end_to_end")
-_LEVELS = "(0.01, 0.5, 0.9, 0.95, 0.99)"
+_LEVELS = "(0.02, 0.5, 0.9, 0.95, 0.99)"
 """Relative error, then the quantiles; the columns' type says the same."""
 
 _COLUMN: dict[UsageDimension, str] = {
