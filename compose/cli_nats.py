@@ -1,5 +1,6 @@
 """``headrace nats-config``: users and permissions of the bus, for its operator."""
 
+import asyncio
 import os
 import secrets
 import signal
@@ -9,6 +10,8 @@ from typing import Annotated
 import typer
 
 from compose.config import ComposeError, DataDir
+
+TRIES, TRY_S = 10, 1.0
 
 
 def nats_config(
@@ -24,6 +27,7 @@ def nats_config(
     and keeps the user.
     """
     from compose import nats_users
+    from compose.terminal import quiet_logs
     from contracts import permissions, subjects
 
     if tenant is None:
@@ -42,5 +46,22 @@ def nats_config(
     nats_users.write(directory.nats, kept.nats_passwords, kept.nats_tenants)
     if not run.pids.get("nats"):
         raise ComposeError("the stack uses a server that is not its own; print the block without --data-dir")
+    quiet_logs()
+    url = f"nats://{user}:{kept.nats_tenants[tenant]}@{run.nats_url.rpartition('@')[2]}"
     os.kill(run.pids["nats"][0], signal.SIGHUP)  # The server reads its configuration again.
-    print(f"nats://{user}:{kept.nats_tenants[tenant]}@{run.nats_url.rpartition('@')[2]}")
+    asyncio.run(_admitted(url, user))
+    print(url)
+
+
+async def _admitted(url: str, user: str) -> None:
+    """Wait until the server takes the user; raises ComposeError."""
+    from contracts.bus import Bus, BusError
+
+    for _ in range(TRIES):
+        try:
+            bus = await Bus.connect(url, name="operator", inbox=user, timeout_s=TRY_S)
+        except BusError:
+            continue
+        await bus.close()
+        return
+    raise ComposeError("the server does not take its new configuration; its log says why")
