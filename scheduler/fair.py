@@ -169,6 +169,11 @@ class FairQueue:
                 heapq.heappush(order, (counter, tenant))
         return taken
 
+    def lead(self, tenant: str) -> float:
+        """Weighted tokens by which the tenant was served more than the active one that was served least."""
+        share = self.shares.get(tenant)
+        return 0.0 if share is None else max(0.0, share.counter - self._lowest_active())
+
     def forget_idle(self, tenant: str) -> None:
         """Drop the counter of a tenant that no longer exists, once it is idle."""
         share = self.shares.get(tenant)
