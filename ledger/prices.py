@@ -53,7 +53,8 @@ class Prices:
     async def run(self) -> None:
         while True:
             try:
-                await asyncio.wait_for(self._changed.wait(), SWEEP_S)
+                async with asyncio.timeout(SWEEP_S):  # wait_for of 3.11 may swallow a cancel
+                    await self._changed.wait()
             except TimeoutError:
                 pass
             self._changed.clear()
