@@ -62,7 +62,8 @@ class Budgets:
                 log.warning("budgets_not_published", error=str(error))
             await asyncio.sleep(max(PAUSE_S, 4 * (time.monotonic() - started)))
             try:
-                await asyncio.wait_for(self._wake.wait(), max(0.0, swept_at + SWEEP_S - time.monotonic()))
+                async with asyncio.timeout(max(0.0, swept_at + SWEEP_S - time.monotonic())):
+                    await self._wake.wait()
             except TimeoutError:
                 pass
 
