@@ -84,9 +84,6 @@ class FairQueue:
     def __contains__(self, key: str) -> bool:
         return key in self._entries
 
-    def entry(self, key: str) -> Entry | None:
-        return self._entries.get(key)
-
     def set_weight(self, tenant: str, weight: float) -> None:
         """Later charges are divided by ``weight``; what was served before stays."""
         share = self._share(tenant)
@@ -173,12 +170,6 @@ class FairQueue:
         """Weighted tokens by which the tenant was served more than the active one that was served least."""
         share = self.shares.get(tenant)
         return 0.0 if share is None else max(0.0, share.counter - self._lowest_active())
-
-    def forget_idle(self, tenant: str) -> None:
-        """Drop the counter of a tenant that no longer exists, once it is idle."""
-        share = self.shares.get(tenant)
-        if share is not None and not share.active:
-            del self.shares[tenant]
 
     # -- inner -------------------------------------------------------------------------------------------
 
