@@ -16,9 +16,9 @@ from worker.engine import EngineStats
 
 BLOCK = 16
 """Tokens of a prefix-cache block, vLLM's default on GPUs."""
-GRID_S = 0.002
-"""Decode times are rounded up to a grid of at most this: the tokens of many sequences come in one turn of the
-event loop, as they come from one step of a real engine."""
+STEP_S = 0.02
+"""Longest step of the engine. Sequences of one inter-token latency decode in the same steps, as in a real engine:
+their tokens come together, and the gap after a first token is shorter than the others."""
 
 Action = Literal["fail", "exit", "hang"]
 EventKind = Literal["token", "last", "empty", "fail", "exit"]
@@ -249,12 +249,15 @@ class Batch:
         return "last" if sequence.given == sequence.length else "token"
 
     def _schedule_next(self, sequence: Sequence, now: float) -> None:
-        """One interval after the last token was due; when that is past, a busy engine has slipped."""
+        """In the last step within one interval of the last token; when that is past, a busy engine has slipped."""
         due = max(sequence.due + sequence.itl_s, now)
-        grid = min(GRID_S, sequence.itl_s / 10)
-        self._schedule(sequence, due, wake=math.ceil(due / grid - 1e-6) * grid if grid else due)
+        if sequence.itl_s:
+            step = sequence.itl_s / math.ceil(sequence.itl_s / STEP_S)
+            steps = max(math.floor(due / step + 1e-6), math.floor(now / step + 1e-6) + 1)
+            due = steps * step
+        self._schedule(sequence, due)
 
-    def _schedule(self, sequence: Sequence, due: float, wake: float | None = None) -> None:
+    def _schedule(self, sequence: Sequence, due: float) -> None:
         sequence.due = due
         sequence.stamp += 1
-        heapq.heappush(self._heap, (due if wake is None else wake, sequence.order, sequence.stamp, sequence))
+        heapq.heappush(self._heap, (due, sequence.order, sequence.stamp, sequence))

@@ -37,7 +37,7 @@ _CONSUMER_GONE = ("Consumer Deleted", "Consumer is push based", "Leadership Chan
 
 
 class Puller:
-    """Pulls by raw requests whenever ``credit()`` exceeds what was asked for or is in the handler's hands.
+    """Pulls by raw requests while what was asked for is less than half of ``credit()``, the handler's part apart.
 
     Raw requests, because the library's fetch hides errors, hangs over a restart and leaves stale pulls
     behind. The one inbox stays, so a message that the server has sent is never dropped here.
@@ -189,9 +189,11 @@ class Puller:
         except Exception:
             log.exception("bus_credit_failed", consumer=self._name)
             return
-        batch = min(room - self._asked_total - len(self._received), PULL_BATCH_MAX)
-        if batch <= 0:
-            return
+        room -= len(self._received)
+        missing = room - self._asked_total
+        if missing <= 0 or 2 * missing < room:
+            return  # topped up by halves: few big requests wait at the server, not one for each message
+        batch = min(missing, PULL_BATCH_MAX)
         self._count += 1
         token = str(self._count)
         self._asked[token] = [batch, now + PULL_EXPIRES_S + EXPIRY_GRACE_S]

@@ -4,7 +4,7 @@
 
 A whole stack with the simulated engine. The first token's delay is the engine's own 0 ms, so what is measured at the
 client (raw sockets, keep-alive) is ours: aim 5 ms at the median. CPU is that of gateway plus nats-server by /proc,
-heartbeats and all: aim 40 microseconds per chunk. Machines are shared: look at medians and run it more than once.
+heartbeats and all, which without requests are printed alone: aim 40 microseconds per chunk. Machines are shared: look at medians and run it more than once.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from tests.e2e.conftest import Stack
 
+IDLE_S = 5.0
 TICK_US = 1_000_000 / os.sysconf("SC_CLK_TCK")
 
 
@@ -108,6 +109,11 @@ def main() -> None:
             spans = sorted(asyncio.run(first_tokens(stack, model, options.requests)))
             p90 = spans[int(len(spans) * 0.9)]
             print(f"added time to first token, concurrency 1: p50 {statistics.median(spans):.1f} ms, p90 {p90:.1f} ms")
+            groups = {name: stack.run.pids[name] for name in ("gateway", "nats")}
+            before = {name: cpu_us(pids) for name, pids in groups.items()}
+            time.sleep(IDLE_S)
+            idle = {name: (cpu_us(pids) - before[name]) / 1000 / IDLE_S for name, pids in groups.items()}
+            print(f"CPU without requests: gateway {idle['gateway']:.0f} + nats-server {idle['nats']:.0f} ms a second")
             for run in range(3):
                 cost = asyncio.run(chunk_cost(stack, model, options.streams, options.tokens))
                 both = cost["gateway"] + cost["nats"]
