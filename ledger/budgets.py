@@ -15,7 +15,7 @@ from contracts.bus import Bus, BusError, WrongSequence
 from contracts.messages import Budget, Codec
 from contracts.topology import BUDGETS
 from ledger import core, queries, rollups
-from ledger.store import Away, Store
+from ledger.store import Store, StoreError
 
 log = structlog.get_logger(__name__)
 
@@ -57,7 +57,7 @@ class Budgets:
                 if sweep or due:
                     await self._publish(None if sweep else due)
                 swept_at = started if sweep else swept_at
-            except (Away, BusError) as error:
+            except (StoreError, BusError) as error:
                 self.touched(due)
                 log.warning("budgets_not_published", error=str(error))
             await asyncio.sleep(max(PAUSE_S, 4 * (time.monotonic() - started)))

@@ -10,6 +10,8 @@ class LedgerConfig(ServiceConfig, frozen=True, kw_only=True):
     clickhouse_url: str
     """``chdb:///directory``, or ``http(s)://user:password@host:port`` of a server. Never logged."""
     clickhouse_database: str = "headrace"
+    clickhouse_replicated: bool = False
+    """The server is one of several replicas: tables are replicated, inserts wait for a majority."""
     ledger_batch_rows: int = 10_000
     """Measured: larger inserts are no faster per row, and take longer to gather and to repeat."""
     ledger_batch_wait_ms: int = 200
@@ -34,6 +36,8 @@ class LedgerConfig(ServiceConfig, frozen=True, kw_only=True):
         if url.scheme == "chdb":
             if url.netloc or len(url.path) < 2:
                 wrong.append("HEADRACE_CLICKHOUSE_URL: chDB needs an absolute directory, chdb:///directory")
+            if self.clickhouse_replicated:
+                wrong.append("HEADRACE_CLICKHOUSE_REPLICATED: chDB has no replicas")
         elif url.scheme not in ("http", "https"):
             wrong.append("HEADRACE_CLICKHOUSE_URL: the scheme is none of chdb, http, https")
         elif url.path not in ("", "/"):

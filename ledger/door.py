@@ -57,8 +57,13 @@ _NAMES = (
     " UNION ALL SELECT lower(name) FROM system.functions WHERE match(name, '^ai[A-Z]')"  # they call models elsewhere
 )
 
-_CLIENT_SETTING = re.compile(r"(output_format|format|date_time_output)_[a-z0-9_]+\Z")
-"""Settings that a client may send: how answers look. Others are ignored, for they cannot be changed here."""
+_CLIENT_SETTING = re.compile(
+    r"(output_format_(?!schema\Z)[a-z0-9_]+|format_(csv|tsv|custom)_[a-z0-9_]+|date_time_output_format)\Z"
+)
+"""Settings that a client may send: how answers look. Others are ignored: those of templates and schemas read and
+write files (``output_format_schema`` too), the rest cannot be changed here."""
+_OBJECTS = frozenset({"dataframe", "arrowtable"})
+"""What chDB takes for formats and answers with Python's objects."""
 
 _TYPES = {
     "json": "application/json; charset=UTF-8",
@@ -67,7 +72,14 @@ _TYPES = {
     "csv": "text/csv; charset=UTF-8",
 }
 
-_STATUS = {36: 400, 47: 404, 60: 404, 62: 400, 81: 404, 159: 408, 164: 403, 516: 403, 202: 503}
+_STATUS = {
+    **dict.fromkeys((6, 26, 27, 36, 42, 43, 53, 62, 456), 400),
+    **dict.fromkeys((164, 497, 516), 403),
+    **dict.fromkeys((46, 47, 60, 73, 81), 404),
+    48: 501,
+    159: 408,
+    202: 503,
+}
 """ClickHouse's error code -> HTTP status; else 500."""
 
 
@@ -135,6 +147,8 @@ class Door:
             except sql.Forbidden as error:
                 raise Failed(164, "READONLY", str(error)) from error
             kind = sql.format_of(statement, parameters.get("default_format") or "TabSeparated")
+            if kind.lower() in _OBJECTS:
+                raise Failed(73, "UNKNOWN_FORMAT", f"Unknown format {kind}")
             values = {name[6:]: value for name, value in parameters.items() if name.startswith("param_")}
             settings = {name: value for name, value in parameters.items() if _CLIENT_SETTING.match(name)}
             return kind, self._perform(statement, kind, values, settings, self.database)

@@ -79,10 +79,13 @@ _REQUESTS = (
     f" WHERE {{others}} GROUP BY request_id, {_HOUR}))"
 )
 
-_AMOUNT = (
-    "toInt128(prompt - cached) * p.input + toInt128(cached) * p.cached_input"
-    " + toInt128(completion - reasoning) * p.output + toInt128(reasoning) * p.reasoning"
-)
+
+def _amount(prompt: str, cached: str, completion: str, reasoning: str) -> str:
+    """What such columns cost at the price ``p``, in picounits."""
+    return (
+        f"toInt128({prompt} - {cached}) * p.input + toInt128({cached}) * p.cached_input"
+        f" + toInt128({completion} - {reasoning}) * p.output + toInt128({reasoning}) * p.reasoning"
+    )
 
 
 class Query(NamedTuple):
@@ -190,16 +193,31 @@ def usage(query: UsageQuery, plan: Plan) -> Query:
     columns = "".join(f"{_SHOWN.get(name, '{}').format(f'by_{name}')} AS shown_{name}, " for name in query.by)
     keys = ", ".join(f"by_{name}" for name in query.by)
     grouping = f" GROUP BY {keys} ORDER BY {keys}" if keys else ""
+    cut = " LIMIT {limit:UInt64} OFFSET {offset:UInt64}"
+    source = usage_source(plan, condition)
+    page = ""
+    if query.tenant is None and "hour" in query.by and len(query.by) > 1:
+        # So many groups that it pays to find first and last of the page, by keys alone, and sum up only what lies
+        # between. The first key alone is compared too: it costs less, and the tables are ordered by it.
+        first, key = _COLUMN[query.by[0]], f"({', '.join(_COLUMN[name] for name in query.by)})"
+        ends = f"SELECT (min(k), max(k)) FROM (SELECT {key} AS k FROM ({source}) GROUP BY k ORDER BY k{cut})"
+        page = f"WITH ({ends}) AS page "
+        source = (
+            f"SELECT * FROM ({source}) WHERE {first} >= page.1.1 AND {first} <= page.2.1"
+            f" AND {key} >= page.1 AND {key} <= page.2"
+        )
+        cut = " LIMIT {limit:UInt64}"
+    amount = _amount("prompt", "cached", "completion", "reasoning")
     text = (
-        f"SELECT {columns}sum(requests), sum(prompt), sum(cached), sum(completion), sum(reasoning), sum(attempts),"
-        f" sum(unbilled), sum({_AMOUNT}), sumIf(prompt + completion, p.currency = '')"
-        f" FROM {_priced(plan, condition, query.by)}{grouping} LIMIT {{limit:UInt64}} OFFSET {{offset:UInt64}}"
+        f"{page}SELECT {columns}sum(requests), sum(prompt), sum(cached), sum(completion), sum(reasoning),"
+        f" sum(attempts), sum(unbilled), sum({amount}), sumIf(prompt + completion, p.currency = '')"
+        f" FROM {_priced(source, query.by)}{grouping}{cut}"
     )
     return Query(text, parameters)
 
 
-def _priced(plan: Plan, condition: str, by: Sequence[UsageDimension]) -> str:
-    """Usage summed by the dimensions and by what prices depend on, each with the price that holds."""
+def _priced(source: str, by: Sequence[UsageDimension]) -> str:
+    """Usage of ``usage_source``, summed by the dimensions and what prices depend on, each with the price that holds."""
     columns = "".join(f"{_COLUMN[name]} AS by_{name}, " for name in by)
     keys = ", ".join([*(f"by_{name}" for name in by), "of_model", "tier", "of_day"])
     return (
@@ -207,7 +225,7 @@ def _priced(plan: Plan, condition: str, by: Sequence[UsageDimension]) -> str:
         " sum(n_requests) AS requests, sum(n_attempts) AS attempts, sum(n_prompt_tokens) AS prompt,"
         " sum(n_cached_tokens) AS cached, sum(n_completion_tokens) AS completion,"
         " sum(n_reasoning_tokens) AS reasoning, sum(n_unbilled_tokens) AS unbilled"
-        f" FROM ({usage_source(plan, condition)}) GROUP BY {keys}) AS u"
+        f" FROM ({source}) GROUP BY {keys}) AS u"
         " ASOF LEFT JOIN (SELECT * FROM prices FINAL) AS p"
         " ON u.of_model = p.model AND u.tier = p.tier AND u.of_day >= p.valid_from"
     )
@@ -258,7 +276,7 @@ def invoice(plan: Plan, tenant: str) -> Query:
         "SELECT of_model, u.tier, if(p.currency = '', '', toString(p.valid_from)) AS since, any(p.currency),"
         " any(p.input), any(p.cached_input), any(p.output), any(p.reasoning),"
         " sum(requests), sum(u.prompt), sum(u.cached), sum(u.completion), sum(u.reasoning)"
-        f" FROM {_priced(plan, 'tenant = {tenant:String}', [])} GROUP BY of_model, u.tier, since"
+        f" FROM {_priced(usage_source(plan, 'tenant = {tenant:String}'), [])} GROUP BY of_model, u.tier, since"
         " ORDER BY of_model, u.tier, since"
     )
     return Query(text, {"tenant": tenant})
@@ -277,11 +295,7 @@ def request(request_id: int, requested_at_ms: int, tenant: str | None, columns: 
     if tenant is not None:
         of_tenant = "tenant = {tenant:String}"
         parameters["tenant"] = tenant
-    amount = (
-        "toInt128(a.prompt_tokens - a.cached_tokens) * p.input + toInt128(a.cached_tokens) * p.cached_input"
-        " + toInt128(a.completion_tokens - a.reasoning_tokens) * p.output"
-        " + toInt128(a.reasoning_tokens) * p.reasoning"
-    )
+    amount = _amount("a.prompt_tokens", "a.cached_tokens", "a.completion_tokens", "a.reasoning_tokens")
     text = (
         f"SELECT {', '.join(shown)}, p.currency, if(a.billable, {amount}, 0)"
         f" FROM (SELECT *, toDate(admitted_at, 'UTC') AS of_day FROM attempts FINAL WHERE {where} AND {of_tenant}) AS a"

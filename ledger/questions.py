@@ -35,7 +35,7 @@ from contracts.messages import (
 from ledger import core, metrics, money, queries, rollups, words
 from ledger.periods import Level
 from ledger.prices import Prices
-from ledger.store import Away, Store
+from ledger.store import Store, StoreError
 
 log = structlog.get_logger(__name__)
 
@@ -56,7 +56,7 @@ _EVENT_COLUMNS = {name: name.removesuffix("_ms") for name in AttemptEvent.__stru
 
 
 class Questions:
-    """Every question that the ledger answers. Methods raise BadQuery or Away."""
+    """Every question that the ledger answers. Methods raise BadQuery or StoreError."""
 
     def __init__(self, store: Store, prices: Prices, bytes_max: int) -> None:
         self._store = store
@@ -83,7 +83,7 @@ class Questions:
             return await question(message.data, tenant)
         except (msgspec.MsgspecError, subjects.InvalidName, queries.BadQuery, core.Rejected) as error:
             return UsageAnswer(error=str(error), code="invalid_request")
-        except Away as error:
+        except StoreError as error:
             log.warning("question_not_answered", error=str(error))
             return UsageAnswer(error="the ledger's database does not answer", code="unavailable")
 

@@ -52,7 +52,7 @@ class Ledger:
 
     def __init__(self, config: LedgerConfig) -> None:
         self._config = config
-        self._store = Store(config.clickhouse_url, config.clickhouse_database)
+        self._store = Store(config.clickhouse_url, config.clickhouse_database, replicated=config.clickhouse_replicated)
         self._stopping = asyncio.Event()
         self._state = "starting"
         self._failures = 0

@@ -17,7 +17,7 @@ TABLE_FUNCTIONS = frozenset(
 """Those that compute (``input`` works in inserts alone); every other one is refused by its name, wherever it stands."""
 
 WORDS = frozenset(
-    {"file", "outfile", "infile", "eval", "sleep", "sleepeachrow", "logtrace", "getclienthttpheader"}
+    {"file", "outfile", "infile", "eval", "sleep", "sleepeachrow", "logtrace", "getclienthttpheader", "processlist"}
     | {"filesystemavailable", "filesystemcapacity", "filesystemunreserved"}
     | {"addresstoline", "addresstolinewithinlines", "addresstosymbol"}
 )
@@ -53,9 +53,13 @@ def check(statement: str, functions: frozenset[str]) -> None:
     for word in words:
         if word in WORDS or (word in functions and word not in TABLE_FUNCTIONS):
             raise Forbidden(f"{word!r} is not allowed here, also not as a name")
-    for system, dot, table in zip(words, words[1:], words[2:], strict=False):
-        if system == "system" and dot == "." and table not in SYSTEM_TABLES:
-            raise Forbidden(f"system.{table} is not shown here")
+    for one, two, three in zip(words, words[1:], words[2:], strict=False):
+        if (one, two) == ("system", ".") and three not in SYSTEM_TABLES:
+            raise Forbidden(f"system.{three} is not shown here")
+        if (one, two, three) == (":", "identifier", "}"):
+            raise Forbidden("a name cannot be a parameter here: it would not have been judged")
+        if one == "settings" and three == "=":  # in a subquery the engine does not refuse them
+            raise Forbidden("settings cannot be changed here")
 
 
 def format_of(statement: str, default: str) -> str:

@@ -11,6 +11,8 @@ import importlib.resources
 import logging
 import os
 import re
+import time
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,9 +40,23 @@ _BUILD_SETTINGS = {
     "max_execution_time": 600,
     "max_threads": 1,  # questions come first
     "max_partitions_per_insert_block": 0,
-    "insert_deduplicate": 0,
     "mutations_sync": 1,
 }
+
+_REPLICATED_SETTINGS = {
+    # Any replica answers with all that was acknowledged, or says that it cannot (code 289). A mark is written after
+    # what it stands for and a build is named after its rows, so tables must never be seen in another order.
+    "insert_quorum": "auto",
+    "insert_quorum_parallel": 0,
+    "select_sequential_consistency": 1,
+    "insert_quorum_timeout": 30_000,  # less than the client waits
+    # A replica that is away gets the schema when it comes back.
+    "distributed_ddl_output_mode": "null_status_on_timeout",
+    "distributed_ddl_task_timeout": 10,
+}
+_SOON_CODES = frozenset({286, 289})
+"""Another insert is waiting for its quorum, or this replica lacks a part of the last one: over in milliseconds."""
+_SOON_S = 5.0
 
 
 class StoreError(Exception):
@@ -60,11 +76,15 @@ class Refused(StoreError):
 
 
 class Store:
-    """The tables of one database. Methods may be called from one event loop; none blocks it."""
+    """The tables of one database. Methods may be called from one event loop; none blocks it.
 
-    def __init__(self, url: str, database: str) -> None:
+    ``replicated``: the tables are Replicated*MergeTree in a Replicated database of a server.
+    """
+
+    def __init__(self, url: str, database: str, *, replicated: bool = False) -> None:
         self._url = url
         self._database = database
+        self._replicated = replicated
         self._write_thread = ThreadPoolExecutor(1, thread_name_prefix="insert")
         self._read_thread = ThreadPoolExecutor(1, thread_name_prefix="select")
         self._build_thread = ThreadPoolExecutor(1, thread_name_prefix="build")
@@ -107,9 +127,12 @@ class Store:
                 client.close()
         self._writer = self._reader = self._builder = None
         self._writer = self._connect({})
-        self._writer.command(f"CREATE DATABASE IF NOT EXISTS `{self._database}`")
+        engine = ""
+        if self._replicated:  # spreads the schema, and lets tables find their replicas without being told a path
+            engine = f" ENGINE = Replicated('/clickhouse/databases/{self._database}', '{{shard}}', '{{replica}}')"
+        self._writer.command(f"CREATE DATABASE IF NOT EXISTS `{self._database}`{engine}")
         self._writer.database = self._database
-        migrate(self._writer)
+        migrate(self._writer, replicated=self._replicated)
         self._reader = self._connect(queries.SETTINGS)
         self._reader.database = self._database
         self._builder = self._connect({**queries.SETTINGS, **_BUILD_SETTINGS})
@@ -124,6 +147,8 @@ class Store:
         options.pd = options.pd_time_test = None
         # It logs what it raises, with stack traces; who catches it says it once.
         logging.getLogger("clickhouse_connect").setLevel(logging.CRITICAL)
+        if self._replicated:
+            settings = {**settings, **_REPLICATED_SETTINGS}
         scheme = urlsplit(self._url).scheme
         if scheme == "chdb":
             return clickhouse_connect.get_client(dsn=self._url, settings=settings)
@@ -153,7 +178,11 @@ class Store:
         if self._writer is None:
             raise Away("not open")
         if rows:
-            self._writer.insert(table, rows, settings={"async_insert": 0, "insert_deduplicate": 0})
+            # A name for each insert: replicated tables drop a block that equals another, and equal marks are two.
+            # (insert_deduplicate=0 would say so too, but since 26 only where deduplicate_insert lets it.)
+            self._writer.insert(
+                table, rows, settings={"async_insert": 0, "insert_deduplication_token": uuid.uuid4().hex}
+            )
 
     def _close(self) -> None:
         for thread in (self._read_thread, self._build_thread, self._write_thread):
@@ -168,7 +197,7 @@ class Store:
     async def _in(self, thread: ThreadPoolExecutor, call: Callable[[], R]) -> R:
         def translated() -> R:
             try:
-                return call()
+                return _patiently(call)
             except StoreError:
                 raise
             except Exception as error:
@@ -183,6 +212,18 @@ class Store:
         if password:
             text = text.replace(password, "***")
         return " ".join(text.split())[:500]
+
+
+def _patiently(call: Callable[[], R]) -> R:
+    """The call's result. What replicas refuse while they catch up has changed nothing and is tried again."""
+    until = time.monotonic() + _SOON_S
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            if getattr(error, "code", None) not in _SOON_CODES or time.monotonic() >= until:
+                raise
+        time.sleep(0.02)
 
 
 def _rows(client: "Client | None", query: queries.Query) -> list[tuple[Any, ...]]:
@@ -233,16 +274,27 @@ def statements(text: str) -> list[str]:
     return [part.strip() for part in re.split(r";[ \t]*(?:\n|\Z)", "\n".join(lines)) if part.strip()]
 
 
-def migrate(client: "Client") -> None:
+def replicated_ddl(statement: str) -> str:
+    """The statement with its engine's replicated kind; path and replica are the server's defaults."""
+    return re.sub(r"^ENGINE = (?=\w*MergeTree\b)", "ENGINE = Replicated", statement, flags=re.MULTILINE)
+
+
+def migrate(client: "Client", *, replicated: bool = False) -> None:
     """Apply what is not recorded yet.
 
-    Each statement is safe to repeat, so a crash before the record and two processes at once do no harm.
+    Each statement is safe to repeat, so a crash before the record and two processes at once do no harm. Raises Away
+    when the database was made for the other kind of tables.
     """
-    client.command(_RECORD)
+    adapted = replicated_ddl if replicated else str
+    client.command(adapted(_RECORD))
     applied = {name for (name,) in client.query("SELECT name FROM migrations").result_rows}
     for name, parts in migrations():
         if name in applied:
             continue
         for statement in parts:
-            client.command(statement)
+            client.command(adapted(statement))
         client.insert("migrations", [[name]], column_names=["name"], settings={"async_insert": 0})
+    engines = "SELECT name, engine FROM system.tables WHERE database = currentDatabase() AND engine LIKE '%MergeTree'"
+    for name, engine in client.query(engines).result_rows:
+        if engine.startswith("Replicated") != replicated:
+            raise Away(f"table {name} is a {engine}, and HEADRACE_CLICKHOUSE_REPLICATED is {replicated}")

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -416,9 +416,17 @@ class Cluster:
 
     # Requests ------------------------------------------------------------------------------------------------
 
-    def ask(self, *, gateway: int = 0, stream: bool = True, words: Sequence[str] = ("one",), **body: Any) -> "Call":
-        """Begin a chat; ``body`` is over the defaults."""
-        call = Call(self, self.gateways[gateway], {"messages": chat(words), "stream": stream} | body)
+    def ask(
+        self,
+        *,
+        gateway: int = 0,
+        stream: bool = True,
+        words: Sequence[str] = ("one",),
+        headers: Mapping[str, str] | None = None,
+        **body: Any,
+    ) -> "Call":
+        """Begin a chat; ``body`` and ``headers`` are over the defaults."""
+        call = Call(self, self.gateways[gateway], {"messages": chat(words), "stream": stream} | body, headers or {})
         self.calls.append(call)
         return call
 
@@ -448,7 +456,7 @@ def chat(words: Sequence[str]) -> list[dict[str, str]]:
 class Call:
     """One request of one caller, in progress or over, and everything that the caller saw of it."""
 
-    def __init__(self, cluster: Cluster, gateway: Gateway, body: dict[str, Any]) -> None:
+    def __init__(self, cluster: Cluster, gateway: Gateway, body: dict[str, Any], headers: Mapping[str, str]) -> None:
         self.body = {"model": MODEL} | body
         self.status = 0
         self.request_id = ""
@@ -464,7 +472,7 @@ class Call:
         self._stream = bool(self.body["stream"])
         self._client = cluster.http
         self._url = f"{gateway.url}/v1/chat/completions"
-        self._headers = {"Authorization": f"Bearer {cluster.key}"}
+        self._headers = {"Authorization": f"Bearer {cluster.key}"} | headers
         self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:

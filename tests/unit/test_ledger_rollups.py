@@ -237,8 +237,28 @@ async def test_answers_are_right_whatever_is_built_doubled_or_late(
     assert await store.select(queries.Query(by_build, {})) == [(4, 4)]
 
 
+async def test_pages_by_hour_join_up(store: Store, questions: Questions) -> None:
+    """Built and unbuilt hours; the page is found by its first and last key."""
+    stream = events(random.Random(13), 120)
+    await store.insert([row(event) for event in stream[:90]])
+    for _ in range(2):
+        await Rollups(store).step(NOW_S)
+    await store.insert([row(event) for event in stream[60:]])
+    for by in (["hour", "tenant"], ["tenant", "day", "hour"]):
+        whole = expected(stream, by)
+        seen: list[Any] = []
+        more = True
+        while more:
+            query = UsageQuery(from_at_ms=START, to_at_ms=END, by=by, limit=17, offset=len(seen))  # type: ignore[arg-type]
+            answer = await questions.usage(query)
+            seen += [(tuple(getattr(row, name) for name in by), row.requests, row.amount) for row in answer.rows]
+            more = answer.has_more
+        assert seen == [(key, whole[key][0], whole[key][5]) for key in sorted(whole)]
+        beyond = UsageQuery(from_at_ms=START, to_at_ms=END, by=by, offset=len(seen))  # type: ignore[arg-type]
+        assert (await questions.usage(beyond)).rows == []
+
+
 async def test_a_late_event_is_in_the_answer_at_once_and_in_the_next_build(store: Store, questions: Questions) -> None:
-    chance = random.Random(7)
     [early, late] = events(random.Random(9), 2)[:2]
     await store.insert([row(early)])
     rollups = Rollups(store)
@@ -252,7 +272,6 @@ async def test_a_late_event_is_in_the_answer_at_once_and_in_the_next_build(store
         await rollups.step(NOW_S)
     assert (await plan(store, START, END)).raw == []
     assert await asked(questions, ["hour"]) == expected([early, late], ["hour"])
-    assert chance
 
 
 async def test_what_is_not_over_is_not_built(store: Store) -> None:
@@ -340,6 +359,68 @@ async def test_invoice_daily_usage_and_raw_events_agree_to_the_smallest_unit(
 def pico(text: str) -> int:
     whole, _, part = text.lstrip("-").partition(".")
     return (-1 if text.startswith("-") else 1) * (int(whole) * 10**12 + int(part.ljust(12, "0")))
+
+
+async def test_an_invoice_keeps_prices_apart_whatever_comes_twice_late_or_again(
+    store: Store, questions: Questions
+) -> None:
+    """A price that changes within the month, to nothing; a model without a price; events at the month's edges."""
+    day = datetime.fromisoformat
+    await store.insert_prices(
+        [
+            ("m3", "interactive", day("2026-10-01").date(), "USD", 100, 10, 200, 400, 1, 0),
+            ("m3", "interactive", day("2026-11-16").date(), "USD", 0, 0, 0, 0, 1, 0),
+        ]
+    )
+    [any_event] = events(random.Random(2), 1)[:1]
+    fields = {"tenant": "t1", "model": "m3", "priority": "interactive", "billable": True, "outcome": "completed"}
+    fields |= {"prompt_tokens": 1000, "cached_tokens": 400, "completion_tokens": 50, "reasoning_tokens": 20}
+
+    def at(time: str, **changes: Any) -> AttemptEvent:
+        at_ms = ms(time)
+        changes = {"request_id": ids.request_id(at_ms), "admitted_at_ms": at_ms, "ended_at_ms": at_ms + 9} | changes
+        return msgspec.structs.replace(any_event, **{**fields, **changes})
+
+    before, first = at("2026-10-31T23:59:59.999"), at("2026-11-01T00:00:00.000")
+    priced, free = at("2026-11-15T23:59:59.999"), at("2026-11-16T00:00:00.000")
+    last, after = at("2026-11-30T23:59:59.999"), at("2026-12-01T00:00:00.000")
+    unpriced = at("2026-11-20T12:00:00", model="m4")
+    dated = [("2026-10-01", (100, 10, 200, 400)), ("2026-11-16", (0, 0, 0, 0))]
+
+    async def check(with_price: int, without: int) -> None:
+        """``with_price`` and ``without``: events at the first price and at no cost."""
+        found = (await questions.invoice("t1", "2026-11")).invoice
+        assert found is not None
+        wanted = [
+            (kind, "m3", since, tokens * count, money.decimal(tokens * count * price))
+            for (since, prices_then), count in zip(dated, (with_price, without), strict=True)
+            for kind, tokens, price in zip(
+                ("input", "cached_input", "output", "reasoning"), (600, 400, 30, 20), prices_then, strict=True
+            )
+            if count
+        ]
+        lines = [line for line in found.lines if line.kind != "rounding" and line.model == "m3"]
+        assert [(line.kind, line.model, line.valid_from, line.tokens, line.amount) for line in lines] == wanted
+        assert {(line.valid_from, line.amount) for line in found.lines if line.model == "m4"} == {("", "0")}
+        assert (found.requests, found.unpriced_tokens) == (with_price + without + 1, 1050)
+        assert sum(pico(line.amount) for line in found.lines) == pico(found.total)
+
+    stored_ms, late_s = ms("2026-12-02T00:00:00"), ms("2026-12-10T00:00:00") / 1000
+    stream = [before, priced, free, unpriced, after]
+    await store.insert([row(event, stored_ms) for event in (*stream, *reversed(stream))])
+    await check(1, 1)
+    rollups = Rollups(store)
+    for _ in range(2):
+        await rollups.step(late_s)
+    await check(1, 1)
+    await store.insert([row(first, stored_ms), row(last, stored_ms)])
+    await check(2, 2)
+    await store.insert([row(event, stored_ms) for event in reversed([*stream, first, last])])
+    await check(2, 2)
+    for _ in range(2):
+        await rollups.step(late_s)
+    assert not (await plan(store, ms("2026-11-01T00:00:00"), ms("2026-12-01T00:00:00"))).raw
+    await check(2, 2)
 
 
 async def test_an_invoice_of_nothing_is_zero(questions: Questions) -> None:

@@ -17,7 +17,8 @@ import pytest
 from contracts import ids, subjects
 from contracts.messages import AttemptEvent, UsageQuery
 from ledger import core, queries, rollups
-from ledger.store import Away, Owned, Refused, Store, migrations
+from ledger.config import LedgerConfig
+from ledger.store import Away, Owned, Refused, Store, _patiently, migrate, migrations
 
 ROOT = Path(__file__).parents[2]
 
@@ -189,6 +190,105 @@ async def test_reopening_keeps_everything_and_repeats_no_migration(directory: Pa
         assert (await usage(store, tenant, [], "2026-11-01", "2026-11-02"))[0][0] == 1
         applied = queries.Query("SELECT name, count() FROM migrations GROUP BY name ORDER BY name", {})
         assert [count for _, count in await store.select(applied)] == [1] * len(migrations())
+
+
+REPLICA = """
+import os, sys, chdb
+from ledger.store import _RECORD, _REPLICATED_SETTINGS, migrations, replicated_ddl
+engine = chdb.connect(f"{sys.argv[1]}?config-file={sys.argv[2]}")
+engine.query("CREATE DATABASE headrace ENGINE = Atomic")
+engine.query("USE headrace")
+for name, value in _REPLICATED_SETTINGS.items():
+    engine.query(f"SET {name} = '{value}'")
+for statement in [_RECORD, *(part for _, parts in migrations() for part in parts)]:
+    if not statement.startswith("INSERT"):  # no replica of it is active without a server around it
+        engine.query(replicated_ddl(statement))
+engines = "SELECT name, engine FROM system.tables WHERE database = 'headrace' AND engine != 'View' FORMAT CSV"
+print(engine.query(engines))
+print(engine.query("SELECT count() FROM usage FORMAT CSV"), flush=True)
+os._exit(0)  # the stand-in does not end well
+"""
+KEEPER = """
+<clickhouse>
+    <zookeeper><implementation>testkeeper</implementation></zookeeper>
+    <macros><shard>1</shard><replica>r1</replica></macros>
+    <default_replica_path>/tables/{shard}/{table}</default_replica_path>
+</clickhouse>
+"""
+
+
+async def test_every_migration_makes_replicated_tables_when_told_so(tmp_path: Path) -> None:
+    """With the engine's own stand-in for a Keeper: it makes the tables, and nothing can be inserted."""
+    config = tmp_path / "config.xml"
+    config.write_text(KEEPER)
+    made = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-c", REPLICA, str(tmp_path / "replica"), str(config)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr[-2000:]
+    *tables, count = made.stdout.split()
+    assert sorted(tables) == [
+        '"attempts","ReplicatedReplacingMergeTree"',
+        '"latency_days","ReplicatedMergeTree"',
+        '"latency_hours","ReplicatedMergeTree"',
+        '"migrations","ReplicatedReplacingMergeTree"',
+        '"prices","ReplicatedReplacingMergeTree"',
+        '"rollup_builds","ReplicatedReplacingMergeTree"',
+        '"rollup_marks","ReplicatedAggregatingMergeTree"',
+        '"usage_days","ReplicatedMergeTree"',
+        '"usage_hours","ReplicatedMergeTree"',
+    ]
+    assert count == "0"
+
+
+async def test_equal_marks_count_twice_where_equal_blocks_are_dropped(directory: Path, tenant: str) -> None:
+    """As replicated tables drop them. The second event would be missing in a sum that was built in between."""
+    window = "ALTER TABLE rollup_marks MODIFY SETTING non_replicated_deduplication_window = {}"
+    async with opened(directory) as store:
+        await store.build(queries.Query(window.format(100), {}))
+        for _ in range(2):
+            await store.insert([row(tenant, "2026-09-01T10:00:00")])
+        marks = "SELECT sum(marks) FROM rollup_marks WHERE hour = toDateTime('2026-09-01 10:00:00', 'UTC')"
+        assert await store.select(queries.Query(marks, {})) == [(2,)]
+        await store.build(queries.Query(window.format(0), {}))
+
+
+def test_replicas_need_a_server() -> None:
+    there = {"nats_url": "nats://h", "clickhouse_replicated": True}
+    assert LedgerConfig(clickhouse_url="http://h:8123", **there).problems() == []  # type: ignore[arg-type]
+    [wrong] = LedgerConfig(clickhouse_url="chdb:///d", **there).problems()  # type: ignore[arg-type]
+    assert wrong.startswith("HEADRACE_CLICKHOUSE_REPLICATED")
+
+
+async def test_tables_of_one_server_are_not_taken_for_replicated_ones(directory: Path) -> None:
+    async with opened(directory) as store:
+        assert store._writer is not None
+        with pytest.raises(Away, match="HEADRACE_CLICKHOUSE_REPLICATED"):
+            migrate(store._writer, replicated=True)
+
+
+def test_only_what_replicas_refuse_while_they_catch_up_is_tried_again() -> None:
+    class Raised(Exception):
+        def __init__(self, code: int) -> None:
+            self.code = code
+
+    answers: list[Exception | str] = [Raised(286), Raised(289), "done", Raised(319), "never"]
+
+    def call() -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert _patiently(call) == "done"
+    with pytest.raises(Raised):
+        _patiently(call)
+    assert answers == ["never"]
 
 
 async def test_a_second_process_is_told_that_the_directory_is_owned(directory: Path) -> None:

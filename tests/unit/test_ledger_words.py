@@ -49,7 +49,7 @@ def test_a_completed_request() -> None:
 def test_a_worker_that_died_before_the_first_token() -> None:
     text = explained(event(**LOST), event(attempt=2, worker="w-2", version="v2"))
     assert re.search(r"Attempt 1: .*worker w-1.* lost after 4.000 s.*as the scheduler reports", text)
-    assert "not billed. Its engine or worker died. Another attempt followed." in text
+    assert "not billed. Its worker died, stood still or was cut off. Another attempt followed." in text
     assert "Attempt 2: version v2 on worker w-2" in text
     assert "tokens of attempt 2;" in text
     assert "No attempt followed" not in text
@@ -57,9 +57,29 @@ def test_a_worker_that_died_before_the_first_token() -> None:
 
 def test_a_worker_that_died_after_tokens_were_sent() -> None:
     text = explained(event(**{**LOST, "completion_tokens": 26}))
-    assert "26 completion tokens" in text
+    assert "at least 100 prompt tokens (60 cached), 26 completion tokens (0 reasoning), by its worker's last" in text
     assert "No attempt followed attempt 1: tokens had been produced for a streaming caller" in text
     assert "Nothing is billed." in text
+
+
+FAILED = {
+    "outcome": "failed", "billable": False, "retryable": True, "first_token_at_ms": 0, "completion_tokens": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        (LOST, LOST, "the request ended 2 workers or engines and was quarantined."),
+        (LOST, {**FAILED, "engine_death": True}, "the request ended 2 workers or engines and was quarantined."),
+        (FAILED, FAILED, "it had been tried twice, which is the most."),
+        (LOST, FAILED, "it had been tried twice, which is the most."),
+        (LOST, {**FAILED, "retryable": False}, "the request ended with an error."),
+        ({**LOST, "engine_death": False}, FAILED, "the scheduler gave the request up, or has not decided yet."),
+    ],
+)
+def test_why_no_attempt_followed(first: dict[str, Any], second: dict[str, Any], why: str) -> None:
+    assert f"No attempt followed attempt 2: {why}" in explained(event(**first), event(**second, attempt=2))
 
 
 @pytest.mark.parametrize(
@@ -68,10 +88,14 @@ def test_a_worker_that_died_after_tokens_were_sent() -> None:
         ({"outcome": "failed", "error_code": "engine_error", "error_message": "it broke", "engine_death": True},
          "failed after 0.500 s at 2026-11-01 00:00:00.500 UTC (engine_error: it broke)"),
         ({"outcome": "cancelled", "attempt": 0, "worker": "", "billable": False, "reporter": "scheduler"},
-         "Before any dispatch: cancelled at 2026-11-01 00:00:00.500 UTC, as the scheduler reports."),
+         "Before any dispatch: cancelled after 0.500 s at 2026-11-01 00:00:00.500 UTC, as the scheduler reports."),
         ({"outcome": "expired", "attempt": 0, "worker": "", "billable": False, "reporter": "scheduler"},
          "It was never dispatched to a worker."),
-        ({"outcome": "cancelled"}, "cancelled after 0.500 s"),
+        ({"outcome": "cancelled", "attempt": 2, "worker": "", "dispatched_at_ms": 0, "reporter": "scheduler"},
+         "Before attempt 2 was dispatched: cancelled"),
+        ({"outcome": "cancelled", "error_code": "cancelled", "error_message": "client_disconnected"},
+         "cancelled after 0.500 s at 2026-11-01 00:00:00.500 UTC (client_disconnected: the caller hung up), as"),
+        ({"outcome": "cancelled", "error_code": "cancelled", "error_message": "withdrawn"}, "UTC (withdrawn), as"),
         ({"first_token_at_ms": 0, "ended_at_ms": 0}, "completed at an unknown time at an unknown time"),
     ],
 )  # fmt: skip

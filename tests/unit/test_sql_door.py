@@ -141,6 +141,9 @@ OUTSIDE = [
     "SELECT * FROM system.stack_trace",
     "SELECT * FROM `system`.`processes`",
     "SELECT sleep(3)",
+    "SHOW PROCESSLIST",
+    "SELECT * FROM (SELECT 1 SETTINGS max_execution_time = 0)",
+    "WITH x AS (SELECT 1 SETTINGS `readonly` = 0) SELECT * FROM x",
 ]
 WRITES = [
     "INSERT INTO prices (model) VALUES ('x')",
@@ -192,6 +195,57 @@ def test_settings_in_the_url_lift_nothing(http_client: httpx.Client) -> None:
     assert ask(http_client, "DROP TABLE attempts").status_code == 403
 
 
+def test_settings_of_formats_reach_no_file(http_client: httpx.Client, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("hidden-in-a-file ${data}\n${a:CSV}\n")
+    for query, params in (
+        ("SELECT 1 AS a FORMAT Template", {"format_template_row": str(secret)}),
+        ("SELECT 1 AS a FORMAT Template", {"format_template_resultset": str(secret)}),
+        ("SELECT 1 AS a FORMAT Protobuf", {"format_schema": f"{secret}:a", "format_schema_source": "file"}),
+        ("SELECT 1 AS a FORMAT Protobuf", {"output_format_schema": str(tmp_path / "written")}),
+    ):
+        assert "hidden-in-a-file" not in ask(http_client, query, **params).text
+        assert os.listdir(tmp_path) == ["secret"]
+
+
+def test_a_parameter_is_a_value_and_no_name(http_client: httpx.Client) -> None:
+    answer = ask(http_client, "SELECT * FROM {d:Identifier}.{t:Identifier}", param_d="system", param_t="processes")
+    assert answer.headers["x-clickhouse-exception-code"] == "164"
+    assert ask(http_client, "SELECT {d:String}", param_d="system.processes").text == "system.processes\n"
+
+
+@pytest.mark.parametrize("name", ["DataFrame", "arrowtable", "CSV INTO OUTFILE '/x'", "Nope"])
+def test_only_formats_of_the_engine_are_answered_in(http_client: httpx.Client, name: str) -> None:
+    answer = ask(http_client, "SELECT 1", default_format=name)
+    assert (answer.status_code, answer.headers["x-clickhouse-exception-code"]) == (404, "73")
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT version(), timezone() FORMAT JSONCompact",
+        "SELECT displayName(), version(), revision(), timezone()",
+        "SELECT currentUser() AS user, timezone() AS timezone, version() AS version, getSetting('readonly')",
+        "SELECT name, value, readonly FROM system.settings LIMIT 1",
+        "SELECT name FROM system.databases",
+        "SELECT * FROM system.tables WHERE database = 'headrace' FORMAT JSON",
+        "SELECT database, table, name, type FROM system.columns WHERE database = 'headrace'",
+        "SELECT table_name FROM information_schema.tables",
+        "SHOW TABLES FROM headrace",
+        "DESCRIBE TABLE usage",
+        "SHOW CREATE TABLE attempts",
+        "(SELECT 1) UNION ALL (SELECT 2)",
+    ],
+)
+def test_what_clients_ask_when_they_connect(http_client: httpx.Client, query: str) -> None:
+    """Drivers also send settings in the URL, a session and compression by HTTP."""
+    more = {"session_id": "s", "max_execution_time": "60", "enable_http_compression": "1", "wait_end_of_query": "1"}
+    answer = ask(http_client, query, **more)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-encoding"] == "gzip"
+    assert answer.text
+
+
 def test_other_databases_are_closed(http_client: httpx.Client) -> None:
     answer = ask(http_client, "SELECT * FROM stack_trace", database="system")
     assert answer.headers["x-clickhouse-exception-code"] == "81"
@@ -221,7 +275,7 @@ def test_what_is_not_spoken_is_refused_with_a_reason(http_client: httpx.Client) 
         http_client.post("/", content=b"SELECT '" + b"a" * BODY_BYTES_MAX + b"'"),
         http_client.post("/", content=b"SELECT '\xff'"),
     ):
-        assert answer.status_code in (400, 500), answer.text
+        assert answer.status_code in (400, 501), answer.text
         assert "DB::Exception" in answer.text
     assert http_client.get("/play").status_code == 404
 
@@ -255,7 +309,14 @@ def test_clickhouse_connect_reads_types_names_and_frames(door: Door) -> None:
 def test_sql_is_judged_as_the_engine_prints_it() -> None:
     functions = frozenset({"url", "numbers"})
     sql.check("SELECT 'url(' AS a, `b` FROM numbers(1)", functions)
-    for text in ("SELECT url(1)", "SELECT a.URL(1)", "SELECT `url`(1)", "DROP TABLE a", "( INSERT INTO a SELECT 1"):
+    for text in (
+        "SELECT url(1)",
+        "SELECT a.URL(1)",
+        "SELECT `url`(1)",
+        "DROP TABLE a",
+        "( INSERT INTO a SELECT 1",
+        "SELECT {a:Identifier}",
+    ):
         with pytest.raises(sql.Forbidden):
             sql.check(text, functions)
     assert sql.format_of("SELECT 1 FORMAT CSV SETTINGS a = 1", "Native") == "CSV"

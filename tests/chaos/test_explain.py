@@ -1,0 +1,298 @@
+"""``headrace explain`` after each row of the failure table (DESIGN.md section 7) says what the test made happen."""
+
+import asyncio
+import json
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+
+import msgspec
+import pytest
+
+from compose import accounts
+from compose.config import ComposeError
+from contracts import ids, registry
+from contracts.bus import BusError
+from contracts.messages import AttemptEvent, ExplainAnswer, TenantLimits
+from tests.chaos.cluster import TENANT, Call, Cluster, Service, until
+from tests.e2e.conftest import headrace
+
+pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]
+CLUSTER = {"gateways": 2, "workers": 2, "ledger": True, "sim_slots": 2, "sim_itl_ms": 20, "stall_s": 4, "grace_s": 1}
+
+DIED = "Its worker died, stood still or was cut off."
+UNSAFE = "tokens had been produced for a streaming caller, so a repetition would not have been safe."
+QUARANTINED = "the request ended 2 workers or engines and was quarantined."
+
+
+class Told:
+    """What the command says of one request."""
+
+    def __init__(self, answer: ExplainAnswer) -> None:
+        self.attempts: list[AttemptEvent] = answer.attempts
+        self.outcomes = [(event.attempt, event.outcome) for event in answer.attempts]
+        self.workers = [event.worker for event in answer.attempts]
+        self.tokens = [event.completion_tokens for event in answer.attempts]
+        self.billed = [event.attempt for event in answer.attempts if event.billable]
+        self.lines = answer.text
+
+    def says(self, *parts: str) -> None:
+        """Each part is in a line of its own, in this order; what is charged comes last and fits."""
+        lines = iter(self.lines)
+        for part in parts:
+            assert any(part in line for line in lines), f"{part!r} is not said, or not there:\n" + "\n".join(self.lines)
+        end = self.lines[-1]
+        if self.billed:
+            (event,) = (event for event in self.attempts if event.billable)
+            used = f"{event.prompt_tokens} prompt and {event.completion_tokens} completion tokens"
+            assert end.startswith(f"Billed: {used} of attempt {event.attempt};")
+        else:
+            assert end == "Nothing is billed."
+
+
+async def told(cluster: Cluster, call: Call | str, attempts: int = 1) -> Told:
+    """What the command says once the ledger knows of so many attempts, beside the answer that it was given."""
+    request_id = call if isinstance(call, str) else call.request_id
+
+    async def known() -> ExplainAnswer | None:
+        async with cluster.bus() as bus:
+            with suppress(ComposeError, BusError):
+                answer = await accounts.explain(bus, request_id)
+                return answer if len(answer.attempts) >= attempts else None
+        return None
+
+    answer: ExplainAnswer = await until(known, f"the ledger has {attempts} attempts of {request_id}")
+    shown = await explain(cluster, request_id)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.splitlines() == answer.text
+    return Told(answer)
+
+
+async def explain(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    password = cluster.secrets.nats_passwords["operator"]
+    url = f"nats://operator:{password}@127.0.0.1:{cluster.nats.port}"
+    return await asyncio.to_thread(headrace, "explain", *arguments, HEADRACE_NATS_URL=url)
+
+
+async def killed(cluster: Cluster) -> str:
+    """Kill the worker that holds something; the name it had."""
+    worker = await cluster.busy_worker()
+    worker.kill()
+    return worker.joined_as
+
+
+@asynccontextmanager
+async def kept_up(services: Sequence[Service]) -> AsyncIterator[None]:
+    """Start again what dies, as a supervisor does."""
+
+    async def keep() -> None:
+        while True:
+            for service in services:
+                if not service.alive:
+                    service.start()
+            await asyncio.sleep(0.2)
+
+    keeper = asyncio.create_task(keep())
+    try:
+        yield
+    finally:
+        keeper.cancel()
+
+
+async def test_a_completed_request_and_one_that_was_refused(cluster: Cluster) -> None:
+    done = await cluster.ask(max_tokens=3, headers={"X-Request-Id": "mine"}).done()
+    of_done = await told(cluster, done)
+    assert (of_done.outcomes, of_done.tokens, of_done.billed) == ([(1, "completed")], [3], [1])
+    of_done.says(
+        f"Request {done.request_id} of tenant {TENANT}",
+        "The caller's own id is mine.",
+        "8 tokens reserved",
+        "(finish reason length), as the worker reports.",
+        "5 prompt tokens (0 cached), 3 completion tokens (0 reasoning); billed.",
+    )
+    structured = json.loads((await explain(cluster, done.request_id, "--json")).stdout)
+    assert structured["text"] == of_done.lines
+    assert msgspec.convert(structured["attempts"], list[AttemptEvent]) == of_done.attempts
+    await limit(cluster, TenantLimits(concurrency=0))
+    try:
+        refused = await cluster.ask(max_tokens=3).done()
+    finally:
+        await limit(cluster, TenantLimits())
+    assert refused.status == 429, refused.story()
+    for unknown in (refused.request_id, ids.request_id()):
+        nothing = await explain(cluster, unknown)
+        assert (nothing.returncode, nothing.stdout) == (1, "")
+        assert "holds no attempt of this request: it was refused, has not ended, or never came" in nothing.stderr
+
+
+async def limit(cluster: Cluster, limits: TenantLimits) -> None:
+    """Change the tenant's limits, and wait until they hold."""
+    async with cluster.bus() as bus:
+        await registry.change_tenant(bus, TENANT, lambda record: msgspec.structs.replace(record, limits=limits))
+
+    async def holds() -> bool:
+        return ((await cluster.ask(max_tokens=1).done()).status == 200) == (limits.concurrency is None)
+
+    await until(holds, "the limit holds")
+
+
+async def test_a_worker_that_dies_before_the_first_token(cluster: Cluster) -> None:
+    call = cluster.ask(simulate={"tokens": ["a", "b"], "ttft_ms": 1500})
+    dead = await killed(cluster)
+    await call.done()
+    assert call.complete and call.text == "ab", call.story()
+    of_call = await told(cluster, call, 2)
+    assert of_call.outcomes == [(1, "lost"), (2, "completed")] and of_call.workers[0] == dead != of_call.workers[1]
+    assert (of_call.tokens, of_call.billed) == ([0, 2], [2])
+    of_call.says(
+        f"Attempt 1: version sim-1 on worker {dead}, dispatched after",
+        f"no tokens known from its worker's heartbeats; not billed. {DIED} Another attempt followed.",
+        f"Attempt 2: version sim-1 on worker {of_call.workers[1]}, dispatched after",
+        "5 prompt tokens (0 cached), 2 completion tokens (0 reasoning); billed.",
+    )
+
+
+async def test_a_worker_that_dies_after_tokens(cluster: Cluster) -> None:
+    call = cluster.ask(max_tokens=2000)
+    await call.shows(40)
+    dead = await killed(cluster)
+    await call.done()
+    assert call.code == "worker_lost", call.story()
+    of_call = await told(cluster, call)
+    assert (of_call.outcomes, of_call.workers, of_call.billed) == ([(1, "lost")], [dead], [])
+    assert 0 < of_call.tokens[0] <= call.tokens + 5
+    of_call.says("lost after", f"at least 5 prompt tokens (0 cached), {of_call.tokens[0]} completion tokens", UNSAFE)
+
+
+async def test_a_worker_that_freezes_and_wakes(cluster: Cluster) -> None:
+    call = cluster.ask(max_tokens=2000)
+    await call.shows(40)
+    frozen = await cluster.busy_worker()
+    name, evictions = frozen.joined_as, frozen.says("evicted")
+    frozen.freeze()
+    await call.done()
+    asleep = await told(cluster, call)
+    frozen.thaw()
+    await until(lambda: frozen.says("evicted") > evictions, "it was told")
+    await cluster.whole()
+    awake = await told(cluster, call)
+    assert awake.lines == asleep.lines, "what it did too late changes nothing"
+    assert (awake.outcomes, awake.workers, awake.billed) == ([(1, "lost")], [name], [])
+    awake.says(f"Worker {name} was not heard for too long.", DIED, UNSAFE)
+
+
+async def test_an_engine_that_fails(cluster: Cluster) -> None:
+    early = await cluster.ask(max_tokens=20, simulate={"fail_after": 0}).done()
+    late = await cluster.ask(max_tokens=20, simulate={"fail_after": 7}).done()
+    gathered = await cluster.ask(stream=False, max_tokens=20, simulate={"fail_after": 7}).done()
+    twice = [(1, "failed"), (2, "failed")]
+    for call, outcomes, tokens, why in (
+        (early, twice, [0, 0], "it had been tried twice, which is the most."),
+        (late, twice[:1], [7], UNSAFE),
+        (gathered, twice, [7, 7], "it had been tried twice, which is the most."),
+    ):
+        of_call = await told(cluster, call, len(outcomes))
+        assert (of_call.outcomes, of_call.tokens, of_call.billed) == (outcomes, tokens, [])
+        of_call.says(
+            "(engine_error: the engine failed as the request asked), as the worker reports.",
+            f"{tokens[0]} completion tokens (0 reasoning); not billed.",
+            f"No attempt followed attempt {len(outcomes)}: {why}",
+        )
+
+
+async def test_an_engine_that_hangs(cluster: Cluster) -> None:
+    call = await cluster.ask(max_tokens=20, simulate={"hang_after": 5}).done()
+    of_call = await told(cluster, call)
+    assert (of_call.outcomes, of_call.tokens, of_call.billed) == ([(1, "failed")], [5], [])
+    of_call.says("(engine_error: the engine makes no progress)", "Its engine died or hung.", UNSAFE)
+
+
+async def test_a_request_that_kills_workers(cluster: Cluster) -> None:
+    async with kept_up(cluster.workers):
+        call = await cluster.ask(simulate={"exit_after": 0, "ttft_ms": 600, "tokens": ["x"]}).done()
+        assert call.status == 500 and '"request_quarantined"' in call.data[0], call.story()
+        of_call = await told(cluster, call, 2)
+    assert of_call.outcomes == [(1, "lost"), (2, "lost")] and len(set(of_call.workers)) == 2
+    assert of_call.billed == []
+    of_call.says("Attempt 1", f"{DIED} Another attempt followed.", "Attempt 2", DIED, QUARANTINED)
+
+
+async def test_a_queue_that_callers_leave_and_time_runs_out_in(cluster: Cluster) -> None:
+    before = await cluster.newest()
+    busy = [cluster.ask(max_tokens=2000) for _ in range(4)]
+    for call in busy:
+        await call.shows(5)
+    leaving = cluster.ask(max_tokens=5)
+    await cluster.runs(4, 1)
+    late = await cluster.ask(max_tokens=5, headers={"X-Headrace-Deadline-Ms": "800"}).done()
+    assert late.status == 504, late.story()
+    await leaving.leave()
+    await busy[0].leave()
+    await cluster.ended(busy[0].request_id)
+    ends = await cluster.events_since(before)
+    (left,) = [event.request_id for event in ends if event.outcome == "cancelled" and not event.attempt]
+    queued = "Before any dispatch:", "It was never dispatched to a worker."
+    of_left = await told(cluster, left)
+    assert (of_left.outcomes, of_left.tokens, of_left.billed) == ([(0, "cancelled")], [0], [])
+    of_left.says(*queued)
+    of_left.says("(client_disconnected: the caller hung up), as the scheduler reports.")
+    of_late = await told(cluster, late)
+    assert (of_late.outcomes, of_late.tokens, of_late.billed) == ([(0, "expired")], [0], [])
+    of_late.says(*queued)
+    of_late.says("(deadline_exceeded: No first token within the deadline; waited")
+    of_busy = await told(cluster, busy[0])
+    assert (of_busy.outcomes, of_busy.billed) == ([(1, "cancelled")], [1])
+    assert busy[0].tokens <= of_busy.tokens[0] < 2000
+    of_busy.says(
+        "(client_disconnected: the caller hung up), as the worker reports.",
+        f"{of_busy.tokens[0]} completion tokens (0 reasoning); billed.",
+    )
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_gateway_that_ends(cluster: Cluster, how: signal.Signals) -> None:
+    call = cluster.ask(gateway=1, max_tokens=2000)
+    await call.shows(5)
+    cluster.gateways[1].signal(how)
+    await call.done()
+    of_call = await told(cluster, call)
+    assert (of_call.outcomes, of_call.billed) == ([(1, "cancelled")], [1])
+    assert call.tokens <= of_call.tokens[0] < 2000
+    of_call.says(
+        "(holder_lost: the gateway or service that held it for the caller was lost)"
+        if how == signal.SIGKILL
+        else "(shutdown: its gateway was shut down)"
+    )
+
+
+async def test_a_worker_that_is_shut_down(cluster: Cluster) -> None:
+    call = cluster.ask(max_tokens=2000)
+    await call.shows(5)
+    (await cluster.busy_worker()).signal(signal.SIGTERM)
+    await call.done()
+    assert call.code == "shutting_down", call.story()
+    of_call = await told(cluster, call)
+    assert (of_call.outcomes, of_call.tokens, of_call.billed) == ([(1, "failed")], [call.tokens], [])
+    of_call.says("(shutting_down: the worker is shutting down), as the worker reports.", UNSAFE)
+
+
+@pytest.mark.parametrize("what", ["scheduler", "nats", "ledger"])
+async def test_what_dies_beside_a_stream_changes_nothing_of_it(cluster: Cluster, what: str) -> None:
+    call = cluster.ask(max_tokens=150)
+    await call.shows(5)
+    if what == "nats":
+        cluster.nats.restart()
+        await call.done()
+    else:
+        (service,) = cluster.schedulers if what == "scheduler" else cluster.ledgers
+        service.kill()
+        await call.done()
+        if what == "ledger":
+            away = await explain(cluster, call.request_id)
+            assert (away.returncode, away.stdout) == (1, "") and "no answer" in away.stderr
+        service.start()
+    assert call.complete and call.tokens == 150, call.story()
+    of_call = await told(cluster, call)
+    assert (of_call.outcomes, of_call.tokens, of_call.billed) == ([(1, "completed")], [150], [1])
+    of_call.says("completed after", "150 completion tokens (0 reasoning); billed.")
