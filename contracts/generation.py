@@ -5,7 +5,7 @@ Used by contracts.relay alone, which decides what to do with them.
 
 import msgspec
 
-from contracts.messages import ErrorData, Frame, FrameKind
+from contracts.messages import EndData, ErrorData, Frame, FrameKind
 
 _text_of = msgspec.json.Decoder(str).decode
 
@@ -37,6 +37,7 @@ class Generation:
         "asking",
         "attempt",
         "behind_since_ms",
+        "end",
         "next_seq",
         "parts",
         "seen_seq",
@@ -59,7 +60,9 @@ class Generation:
         self.answer: msgspec.Raw | bytes | None = None
         """The gathered answer of a request that does not stream."""
         self.verdict: ErrorData | None = None
-        """Set once the attempt is known to have ended: what to say when its closing frame cannot be had."""
+        """Set once the attempt is known to have ended: what to say when not all of its frames can be had."""
+        self.end: EndData | None = None
+        """What its closing frame says, as far as the scheduler told; the frame itself may yet come."""
         self._bounds = bounds
         self._held: dict[int, tuple[FrameKind, msgspec.Raw]] = {}
         self._held_bytes = 0
@@ -69,6 +72,11 @@ class Generation:
     @property
     def behind(self) -> bool:
         return self.next_seq <= self.seen_seq
+
+    @property
+    def untold_end(self) -> EndData | None:
+        """What the closing frame says, when that is known and the frame alone is missing."""
+        return self.end if self.next_seq == self.seen_seq else None
 
     def lacks(self, seq: int) -> bool:
         return seq >= self.next_seq and seq not in self._held

@@ -243,6 +243,8 @@ class StatusAnswer(Message, frozen=True, kw_only=True):
     outcome: Outcome | None = None
     last_seq: int = -1
     error: ErrorData | None = None
+    end: EndData | None = None
+    """What the frame ``last_seq`` says where that is the worker's ``end``."""
 
 
 # Workers ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ performs the effects in order. The rules are DESIGN.md section 4, Fence and Neve
   N-1, voids lower attempts: when the caller has seen some of one, the stream fails; what was only gathered is
   thrown away and awaited anew. Two generations are never concatenated.
 - Chunks are forwarded in ``seq`` order, each once. A gap is asked for at the worker; silence is asked about
-  at the scheduler, whose answer tells of a lost tail. What cannot be had ends the stream with an error.
+  at the scheduler, whose answer tells of a lost tail, and what the closing frame says: that one alone may be
+  missing. What cannot be had ends the stream with an error.
 - Exactly one ``Finish`` or ``Fail``, the last effect of all. How long a request may wait is the scheduler's
   business, not decided here.
 
@@ -106,7 +107,7 @@ _UNTOLD: dict[Outcome, tuple[str, str]] = {
     "lost": ("worker_lost", "The worker that ran this request was lost."),
     "expired": ("deadline_exceeded", "The request's deadline passed before it ran."),
 }
-"""What a caller is told of an ended request whose closing frame cannot be had."""
+"""What a caller is told of an ended request of whose frames some cannot be had."""
 
 
 class Relay:
@@ -256,7 +257,9 @@ class Relay:
                 self._in_order(generation, kind, data, effects)
                 if self.finished:
                     return effects
-        if generation.behind:
+        if (end := generation.untold_end) is not None:
+            self._on_end(generation, end, effects)
+        elif generation.behind:
             if self._may_ask(generation, now_ms):
                 effects.append(self._ask_frames(generation, now_ms))
         elif generation.verdict is not None:
@@ -362,7 +365,12 @@ class Relay:
         if generation is None:
             return self._fail(verdict)
         generation.verdict = verdict
+        generation.end = answer.end
         generation.note_exists(answer.last_seq, now_ms)
+        if (end := generation.untold_end) is not None:
+            effects: list[Effect] = []
+            self._on_end(generation, end, effects)
+            return effects
         if not generation.behind:
             return self._fail(verdict)
         return [self._ask_frames(generation, now_ms)] if self._may_ask(generation, now_ms) else NOTHING

@@ -79,12 +79,13 @@ class Admission:
             wait_ms = self._predicted_wait_ms(tenant, quota, cost, now_ms)
         self._check_queue(quota, cost, wait_ms)
         if wait_ms > deadline_ms:
-            retry_after_s = min(RETRY_AFTER_S_MAX, seconds(wait_ms - deadline_ms))
-            self.bookings.book(tenant.name, cost, now_ms, retry_after_s * 1000)
+            room_in_s = seconds(wait_ms - deadline_ms)
+            if room_in_s <= RETRY_AFTER_S_MAX:  # the line is no longer than that, or its end would run away
+                self.bookings.book(tenant.name, cost, now_ms, room_in_s * 1000)
             raise HeadraceError(
                 "overloaded",
                 f"The first token is expected after {wait_ms} ms, later than the deadline of {deadline_ms} ms.",
-                retry_after_s=retry_after_s,
+                retry_after_s=min(RETRY_AFTER_S_MAX, room_in_s),
             )
         self.bookings.use(tenant.name, cost, now_ms)
         return deadline_ms

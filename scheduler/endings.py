@@ -1,6 +1,6 @@
 """How an attempt ends: the event that the scheduler proposes, what may follow, and what the caller reads."""
 
-from contracts.messages import AttemptEvent, ErrorData, Outcome
+from contracts.messages import AttemptEvent, EndData, ErrorData, Outcome
 from scheduler.request import Request
 
 ATTEMPTS_MAX = 2
@@ -23,8 +23,26 @@ def may_retry(request: Request, event: AttemptEvent) -> bool:
     )
 
 
+def count(request: Request, event: AttemptEvent) -> None:
+    """Count the void ``event`` by what is stored, so that a later owner comes to the same.
+
+    An attempt that no worker ever held does not count, nor one that died with a suspect beside it.
+    """
+    if (event.reporter == "worker" or event.engine_death) and not (event.engine_death and request.spared):
+        request.counted += 1
+        request.deaths += event.engine_death
+
+
 def proposed(
-    request: Request, number: int, outcome: Outcome, code: str, message: str, *, version: str, now_ms: int
+    request: Request,
+    number: int,
+    outcome: Outcome,
+    code: str,
+    message: str,
+    *,
+    version: str,
+    worker_died: bool,
+    now_ms: int,
 ) -> AttemptEvent:
     """The terminal event of attempt ``number`` as the scheduler would have it."""
     envelope = request.envelope
@@ -46,7 +64,7 @@ def proposed(
         error_code=code,
         error_message=message,
         retryable=lost,
-        engine_death=lost and request.was_held and not request.spared,
+        engine_death=worker_died and request.was_held and not request.spared,
         choices=envelope.choices,
         prompt_tokens=progress.prompt_tokens if progress else 0,
         cached_tokens=progress.cached_tokens if progress else 0,
@@ -56,6 +74,20 @@ def proposed(
         dispatched_at_ms=request.dispatched_at_ms if number else 0,
         ended_at_ms=now_ms,
         client_request_id=envelope.client_request_id,
+    )
+
+
+def told(event: AttemptEvent) -> EndData | None:
+    """What the worker's ``end`` frame says of the attempt that ended with ``event``; None when it sends none."""
+    if event.reporter != "worker" or event.outcome not in ("completed", "cancelled"):
+        return None
+    return EndData(
+        outcome=event.outcome,
+        finish_reason=event.finish_reason,
+        prompt_tokens=event.prompt_tokens,
+        cached_tokens=event.cached_tokens,
+        completion_tokens=event.completion_tokens,
+        reasoning_tokens=event.reasoning_tokens,
     )
 
 

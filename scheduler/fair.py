@@ -222,8 +222,7 @@ class FairQueue:
         order = self._order[priority]
         heapq.heappush(order, (share.counter, tenant))
         if len(order) > 64 + 4 * len(self.shares):
-            live = {(s.counter, t) for t, s in self.shares.items() if s.heaps[priority]}
-            order[:] = live
+            order[:] = [(s.counter, t) for t, s in self.shares.items() if s.heaps[priority]]
             heapq.heapify(order)
 
     def _heads(self, share: Share, priority: Priority) -> Iterator[Entry]:

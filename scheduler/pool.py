@@ -5,8 +5,18 @@ heartbeats: while those do not arrive, nobody is lost (DESIGN.md section 7).
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from contracts.messages import Epoch, Progress, WorkerHeartbeat
+
+
+class Load(NamedTuple):
+    """What a request asks of a worker, and what of it is reserved there."""
+
+    choices: int
+    tokens: int
+    slots: int
+    kv_tokens: int
 
 
 class Worker:
@@ -17,8 +27,8 @@ class Worker:
     def __init__(self, beat: WorkerHeartbeat, tick: int) -> None:
         self.beat = beat
         self.last_tick = tick
-        self.work: dict[str, tuple[int, int]] = {}
-        """Request id -> (slots, KV tokens) reserved for the attempt dispatched here."""
+        self.work: dict[str, Load] = {}
+        """By request id: the attempts dispatched here."""
         self.slots_reserved = 0
         self.kv_reserved = 0
         self.suspects: set[str] = set()
@@ -27,14 +37,15 @@ class Worker:
         """Suspects under which the last engine here died."""
         self.held: set[str] = set()
         """Request ids that the worker itself said it holds."""
-        self.adopted: set[str] = set()
+        self.adopted: dict[str, None] = {}
         """Request ids of work that an earlier owner dispatched here, until the worker knows our epoch."""
 
-    def assign(self, request_id: str, slots: int, kv_tokens: int) -> None:
-        self.blamed.clear()
-        self.work[request_id] = (slots, kv_tokens)
-        self.slots_reserved += slots
-        self.kv_reserved += kv_tokens
+    def reserve(self, request_id: str, load: Load) -> None:
+        """Take up room, in place of what the request took up before."""
+        self._unreserve(request_id)
+        self.work[request_id] = load
+        self.slots_reserved += load.slots
+        self.kv_reserved += load.kv_tokens
 
     def blames_another(self, request_id: str) -> bool:
         """Whether a death here is put down to a suspect other than this request."""
@@ -43,19 +54,24 @@ class Worker:
     def release(self, request_id: str, *, died: bool = False) -> None:
         if died and request_id in self.suspects:
             self.blamed.add(request_id)
-        slots, kv_tokens = self.work.pop(request_id, (0, 0))
-        self.slots_reserved -= slots
-        self.kv_reserved -= kv_tokens
+        self._unreserve(request_id)
+        self.work.pop(request_id, None)
         self.suspects.discard(request_id)
         self.held.discard(request_id)
+
+    def _unreserve(self, request_id: str) -> None:
+        if (load := self.work.get(request_id)) is not None:
+            self.slots_reserved -= load.slots
+            self.kv_reserved -= load.kv_tokens
 
 
 class Pool:
     """All workers of a model. ``patience_ms``: how long a request that fits nobody may be passed by smaller ones.
 
-    The rule for large requests: one that fits no worker now is passed by smaller ones for ``patience_ms``; then it
-    claims the worker that can hold it and has the least reserved, which takes nothing else until it fits. So a
-    large request waits at most its patience plus the longest running generation, and blocks one worker only.
+    The rule for large requests: one that fits no worker though slots are free is passed by smaller ones for
+    ``patience_ms``; then it claims the worker with the least reserved, which takes nothing else until it fits. So a
+    large request waits, once it is its turn, at most its patience plus the longest running generation, and blocks one
+    worker only.
     """
 
     def __init__(self, *, epoch: Epoch, lost_ticks: int, kv_overbooking: float, patience_ms: int) -> None:
@@ -75,8 +91,12 @@ class Pool:
         worker = self.workers.get(beat.worker)
         if worker is None:
             worker = self.workers[beat.worker] = Worker(beat, self.tick)
+        size = worker.beat.slots, worker.beat.kv_tokens
         worker.beat = beat
         worker.last_tick = self.tick
+        if size != (beat.slots, beat.kv_tokens):  # Known by its work only until now, or its engine is a new one.
+            for request_id, load in worker.work.items():
+                worker.reserve(request_id, self.load(worker, load.choices, load.tokens))
         worker.held = {progress.request_id for progress in beat.held}
         return worker, beat.held
 
@@ -98,7 +118,7 @@ class Pool:
         self.workers.pop(worker.beat.worker, None)
         self._claims.pop(worker.beat.worker, None)
         if len(self.evicted) > 4096:
-            del self.evicted[min(self.evicted, key=self.evicted.__getitem__)]
+            del self.evicted[next(iter(self.evicted))]
         self.evicted[worker.beat.worker] = self.tick
 
     def usable(self, worker: Worker) -> bool:
@@ -123,10 +143,10 @@ class Pool:
                 continue
             if suspect and worker.suspects:
                 continue
-            slots, kv_tokens = self.need(worker, choices, tokens)
-            if worker.slots_reserved + slots > worker.beat.slots:
+            wanted = self.load(worker, choices, tokens)
+            if worker.slots_reserved + wanted.slots > worker.beat.slots:
                 continue
-            if worker.kv_reserved + kv_tokens > self._kv_limit(worker):
+            if worker.kv_reserved + wanted.kv_tokens > self._kv_limit(worker):
                 continue
             load = max(
                 worker.slots_reserved / max(1, worker.beat.slots),
@@ -136,9 +156,16 @@ class Pool:
                 best, best_load = worker, load
         return best
 
-    def need(self, worker: Worker, choices: int, tokens: int) -> tuple[int, int]:
-        """Slots and KV tokens that the request takes there; what exceeds a worker runs on it alone."""
-        return min(choices, worker.beat.slots), min(tokens, self._kv_limit(worker))
+    def assign(self, worker: Worker, request_id: str, *, choices: int, tokens: int, suspect: bool) -> None:
+        """Reserve room for the request's attempt."""
+        worker.blamed.clear()
+        worker.reserve(request_id, self.load(worker, choices, tokens))
+        if suspect:
+            worker.suspects.add(request_id)
+
+    def load(self, worker: Worker, choices: int, tokens: int) -> Load:
+        """What the request takes up there; one that exceeds a worker runs on it alone."""
+        return Load(choices, tokens, min(choices, worker.beat.slots), min(tokens, self._kv_limit(worker)))
 
     def claim(self, key: str, *, version: str, waited_ms: int) -> None:
         """A request that fits nobody now: after its patience a worker is kept for it."""
@@ -150,6 +177,7 @@ class Pool:
             if self.usable(worker)
             and (not version or worker.beat.version == version)
             and worker.beat.worker not in self._claims
+            and worker.slots_reserved < worker.beat.slots  # Else nothing fits, and it is only not this one's turn.
         ]
         if free:
             chosen = min(free, key=lambda worker: worker.kv_reserved / max(1, self._kv_limit(worker)))

@@ -2,7 +2,9 @@
 
 import enum
 
-from contracts.messages import Progress, RequestEnvelope
+import msgspec
+
+from contracts.messages import AdmissionRequest, Progress, Reply, RequestEnvelope
 from scheduler.limits import Cost
 
 
@@ -71,6 +73,41 @@ class Request:
         self.cancel_sent_at_ms = 0
         self.cancel_waiters: list[object] = []
         self.history: list[str] = []
+
+    @classmethod
+    def admitted(cls, asked: AdmissionRequest, *, now_ms: int, publish_by_ms: int, deadline_at_ms: int) -> "Request":
+        """One admitted now, of which REQUESTS holds nothing yet."""
+        envelope = RequestEnvelope(
+            request_id=asked.request_id,
+            tenant=asked.tenant,
+            key_id=asked.key_id,
+            model=asked.model,
+            endpoint=asked.endpoint,
+            stream=asked.stream,
+            prompt_tokens=asked.prompt_tokens,
+            max_output_tokens=asked.max_output_tokens,
+            choices=asked.choices,
+            priority=asked.priority,
+            admitted_at_ms=now_ms,
+            publish_by_ms=publish_by_ms,
+            deadline_at_ms=deadline_at_ms,
+            reply=Reply(subject="", stream=asked.request_id),
+            holder=asked.holder,
+            version=asked.version,
+        )
+        return cls(envelope, State.ADMITTED)
+
+    def stored(self, envelope: RequestEnvelope, seq: int) -> None:
+        """REQUESTS holds it: take over what only the message knows. It cannot widen its own reservation."""
+        self.request_seq = seq
+        self.envelope = msgspec.structs.replace(
+            self.envelope,
+            reply=envelope.reply,
+            tokenizer_fingerprint=envelope.tokenizer_fingerprint,
+            client_request_id=envelope.client_request_id,
+            body_object=envelope.body_object,
+            prefix_caching=envelope.prefix_caching,
+        )
 
     @property
     def id(self) -> str:

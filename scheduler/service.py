@@ -36,8 +36,8 @@ from contracts.messages import (
 )
 from scheduler import events as ev
 from scheduler import views
-from scheduler.config import SchedulerConfig
-from scheduler.core import Core, Settings
+from scheduler.config import SchedulerConfig, Settings
+from scheduler.core import Core
 from scheduler.lease import Lease
 from scheduler.metrics import Collector
 
@@ -66,6 +66,8 @@ SWEEP_EVERY_S = 60.0
 """Period of the look for messages in WORK that nobody needs: a worker's lost acknowledgement, a late publish."""
 REPLAY_MS = 70_000
 """Ends read back at a takeover to fill the buckets: a bucket's minute, and some delay."""
+CLOCKS_APART_MS = 5_000
+"""What the clocks of schedulers and of the bus may differ: a request's ends are stored after its admission."""
 
 
 def now_ms() -> int:
@@ -146,8 +148,13 @@ class Term:
         try:
             for effect in self.core.step(event, now_ms()):
                 self._perform(effect)
-        except Exception as error:  # A broken invariant: the process ends, a standby takes over.
-            log.critical("core_failed", model=self.model, error=repr(error), exc_info=True)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """A bug, in the core or in an effect: the process ends, a standby takes over."""
+        log.critical("term_broken", model=self.model, error=repr(error), exc_info=error)
+        if not self._failed.done():
             self._failed.set_exception(error)
 
     async def _stop_tasks(self) -> None:
@@ -160,17 +167,21 @@ class Term:
     async def _recover(self, stack: AsyncExitStack) -> bool:
         """Read what the streams hold; gives whether there was nothing at all."""
         await stack.enter_async_context(_closing(await self._bus.subscribe(subjects.HEARTBEATS, self._on_heartbeat)))
-        work = [message async for message in self._bus.read(topology.WORK, subjects.work_of(self.model))]
-        work_waits = bool(work)
-        start_at_ms = min([message.stored_at_ms for message in work], default=now_ms())
+        work: list[ev.WorkFound] = []
+        oldest: list[int] = []
+        async for message in self._bus.read(topology.WORK, subjects.work_of(self.model)):
+            oldest.append(message.stored_at_ms)
+            if (event := _work_found(message)) is not None:
+                work.append(event)
+                if event.item.attempt > 1:  # The ends of the attempts before it count, too.
+                    oldest.append(event.item.request.admitted_at_ms - CLOCKS_APART_MS)
         async for message in self._bus.read(topology.REQUESTS, subjects.requests_of(self.model)):
-            start_at_ms = min(start_at_ms, message.stored_at_ms)
-            work_waits = True
+            oldest.append(message.stored_at_ms)
             break
-        self._tail_from_ms = min(start_at_ms, now_ms() - REPLAY_MS)
+        self._tail_from_ms = min([*oldest, now_ms() - REPLAY_MS])
         await self._read_attempts(stack)
-        for message in work:
-            self._found(message)
+        for event in work:
+            self.feed(event)
         puller = await self._bus.pull(
             topology.REQUESTS,
             f"sched-{subjects.encode(self.model)}",
@@ -182,7 +193,7 @@ class Term:
         )
         stack.push_async_callback(puller.close)
         await self._until(self._requests_read)
-        return not work_waits and self._last_attempt_seq == 0
+        return not oldest and self._last_attempt_seq == 0
 
     async def _requests_read(self) -> bool:
         """Whether all of REQUESTS has been fed; what the owner before us acknowledges meanwhile is gone."""
@@ -217,7 +228,8 @@ class Term:
 
     async def _read_work(self) -> None:
         async for message in self._bus.read(topology.WORK, subjects.work_of(self.model)):
-            self._found(message)
+            if (event := _work_found(message)) is not None:
+                self.feed(event)
 
     async def _sweep(self) -> None:
         while True:
@@ -294,15 +306,6 @@ class Term:
         elif message.subject == subjects.tick(self._observer):
             self.feed(ev.OwnTickSeen())
 
-    def _found(self, message: Incoming) -> None:
-        try:
-            item = WORK_ITEM.decode(message.data)
-        except msgspec.MsgspecError as error:
-            log.error("work_undecodable", subject=message.subject, seq=message.stream_seq, reason=str(error))
-            return
-        request = msgspec.structs.replace(item.request, body=NOTHING)
-        self.feed(ev.WorkFound(msgspec.structs.replace(item, request=request), message.stream_seq))
-
     async def _tick(self) -> None:
         number = 0
         while True:
@@ -357,6 +360,8 @@ class Term:
             await work
         except BusError as error:
             log.warning("effect_failed", model=self.model, reason=str(error))
+        except Exception as error:
+            self._fail(error)
 
     async def _store_work(self, effect: ev.StoreWork) -> None:
         refused = ev.WorkRefused(effect.request_id, effect.attempt)
@@ -584,6 +589,17 @@ class Scheduler:
         self._budgets[seen.tenant] = seen
         for term in self._terms.values():
             term.feed(seen)
+
+
+def _work_found(message: Incoming) -> ev.WorkFound | None:
+    """What WORK holds, without its body; None when it cannot be read."""
+    try:
+        item = WORK_ITEM.decode(message.data)
+    except msgspec.MsgspecError as error:
+        log.error("work_undecodable", subject=message.subject, seq=message.stream_seq, reason=str(error))
+        return None
+    request = msgspec.structs.replace(item.request, body=NOTHING)
+    return ev.WorkFound(msgspec.structs.replace(item, request=request), message.stream_seq)
 
 
 class _Closable(Protocol):

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from contracts.messages import QueueAnswer, RequestState, StatusAnswer, TenantQueue
+from scheduler import endings
 from scheduler.request import WAITING, Request, State
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def status(core: "Core", tenant: str, request_id: str) -> StatusAnswer:
             outcome=event.outcome,
             last_seq=event.last_seq,
             error=ended.error,
+            end=endings.told(event),
         )
     return StatusAnswer(state="unknown")
 
@@ -96,8 +98,8 @@ def check_invariants(core: "Core") -> None:
         assert share.waiting == sum(request.state is State.QUEUED for request in own), name
         assert share.running == sum(request.dispatched_at_ms > 0 for request in own), name
     for worker in core.pool.workers.values():
-        assert worker.slots_reserved == sum(slots for slots, _ in worker.work.values())
-        assert worker.kv_reserved == sum(tokens for _, tokens in worker.work.values())
+        assert worker.slots_reserved == sum(load.slots for load in worker.work.values())
+        assert worker.kv_reserved == sum(load.kv_tokens for load in worker.work.values())
         assert worker.slots_reserved <= worker.beat.slots or worker.beat.state == "starting"
         for request_id in worker.work:
             assert core.requests[request_id].worker == worker.beat.worker

@@ -3,7 +3,6 @@
 import argparse
 import sys
 
-from tests.explore.parts import Parts
 from tests.explore.search import Found, explore
 
 
@@ -11,7 +10,7 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--seconds", type=float, default=300.0)
     try:
-        for level in explore(Parts(), arguments.parse_args().seconds):
+        for level in explore(arguments.parse_args().seconds):
             print(level, flush=True)
     except Found as found:
         print(f"BROKEN: {found}")

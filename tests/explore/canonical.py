@@ -23,7 +23,8 @@ OLD_MS = -6_000
 
 _LEFT_OUT = frozenset(
     (
-        *("history", "_history", "_effects", "_handlers", "_settings", "settings", "_bounds", "manifest"),
+        *("history", "_history", "_effects", "_handlers", "_settings", "settings", "_bounds", "manifest", "_life"),
+        *("_queue",),
         *("outcomes", "refusals", "lost_workers", "drain", "bookings"),
         *("counter", "charged", "_order", "_active", "_last_leaver"),
         *("tick", "admitted_at_ms", "ended_at_ms", "first_token_at_ms", "error_message"),
@@ -113,10 +114,9 @@ class _Walk:
                 self.shape.append(min(LOST_TICKS + 1, self._tick - inner))
             elif name == "evicted":
                 self.shape.append(tuple(sorted(inner)))
-            elif name == "_holders":
-                held = [(k, min(LOST_TICKS + 1, self._tick - t), tuple(sorted(r))) for k, (t, r) in inner.items()]
-                self.shape.append(tuple(sorted(held)))
-            elif name in ("_deadlines", "_lapses"):
+            elif name == "_heard":
+                self.shape.append(tuple(sorted((k, min(LOST_TICKS + 1, self._tick - t)) for k, t in inner.items())))
+            elif name in ("deadlines", "_lapses"):
                 self._visit(sorted(inner))
             elif name in _UNORDERED:
                 self.shape.append(tuple(sorted(set(map(repr, inner)))))

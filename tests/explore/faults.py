@@ -10,33 +10,49 @@ if TYPE_CHECKING:
     from tests.explore.world import World
 
 
-def faults(world: "World") -> Iterator[Action]:
-    """All that may go wrong now."""
-    if world.leaves:
+def faults(world: "World", before: "World | None") -> Iterator[Action]:
+    """All that may go wrong now, and could not go wrong in ``before``, one step earlier, to the same end.
+
+    What befalls a process or a message comes to the same before and after the steps of others, so it is tried
+    right after a step that changed what it is about, and after every tick.
+    """
+    fresh = before is None or before.now != world.now
+    slots = [slot for slot, s in enumerate(world.scheds) if before is None or fresh or s is not before.scheds[slot]]
+    gate = before is None or fresh or world.gate is not before.gate
+    if world.leaves and (gate or slots):
         for asked in world.gate.asked:
             if asked.ending is None and asked.phase != "idle" and world.gate.up == "up":
                 yield "leave", asked.rid
     if not world.faults:
         return
     for message in dict.fromkeys(world.net):
+        if before is not None and not fresh and message in before.net:
+            continue
         yield "lose", message
         if message[0] not in ("admission", "status", "frames", "cancelled"):  # A late answer is nobody's: lost.
             yield "delay", message
             yield "double", message
-    yield from _of_schedulers(world)
-    yield from _of_workers(world)
+    moved = before is None or fresh or world.work is not before.work
+    yield from _of_schedulers(world, slots, moved=moved)
+    yield from _of_workers(world, before if not fresh else None, moved=moved)
     if world.gate.up == "up" and any(asked.phase not in ("idle", "over") for asked in world.gate.asked):
-        yield "crash", "g"
-        yield "freeze", "g"
+        if gate:
+            yield "crash", "g"
+            yield "freeze", "g"
         for asked in world.gate.asked:
-            if asked.phase == "storing":
+            if asked.phase == "storing" and (gate or slots):
                 for how in ("never stored", "stored", "stored late"):
                     yield "publish unconfirmed", asked.rid, how
 
 
-def _of_schedulers(world: "World") -> Iterator[Action]:
+def _of_schedulers(world: "World", slots: list[int], *, moved: bool) -> Iterator[Action]:
+    """``slots``: of those that have changed. ``moved``: WORK has changed."""
     for slot, sched in enumerate(world.scheds):
         if sched.up != "up" or sched.state < 0:
+            continue
+        if sched.phase == "owner" and world.work and (moved or slot in slots):
+            yield "sweep", slot
+        if slot not in slots:
             continue
         yield "crash", sched.name
         yield "freeze", sched.name
@@ -46,15 +62,24 @@ def _of_schedulers(world: "World") -> Iterator[Action]:
                     yield "work unconfirmed", slot, effect, how
             elif effect[0] == "end" and world.held(sched):
                 yield "end stored late", slot, effect
-        if sched.phase == "owner" and world.work:
-            yield "sweep", slot
         if any(request[0] in world.consumed for request in world.requests):
             yield "redeliver requests", slot
 
 
-def _of_workers(world: "World") -> Iterator[Action]:
+def _of_workers(world: "World", before: "World | None", *, moved: bool) -> Iterator[Action]:
     for slot, worker in enumerate(world.workers):
         if worker.up != "up":
+            continue
+        changed = before is None or worker is not before.workers[slot]
+        if (
+            worker.name
+            and (worker.runs or worker.todo)
+            and (changed or before is None or _terms(world) != _terms(before))
+        ):
+            yield "delay beat", slot
+        if worker.name and (changed or moved) and any(item[0] in worker.delivered for item in world.work):
+            yield "redeliver work", slot
+        if not changed:
             continue
         yield "crash", f"w{slot}"
         yield "freeze", f"w{slot}"
@@ -69,10 +94,10 @@ def _of_workers(world: "World") -> Iterator[Action]:
             if not run.stopping:
                 yield "engine dies", slot, run.key
                 yield "engine refuses", slot, run.key
-        if worker.name and any(item[0] in worker.delivered for item in world.work):
-            yield "redeliver work", slot
-        if worker.name and (worker.runs or worker.todo):
-            yield "delay beat", slot
+
+
+def _terms(world: "World") -> list[int]:
+    return [sched.epoch for sched in world.scheds]
 
 
 def _harm(name: str, arguments: tuple[object, ...]) -> int:

@@ -1,4 +1,4 @@
-"""The canonical forms of a world's records."""
+"""The canonical forms of a world's records: what no step looks at any more is left out."""
 
 from typing import Any
 
@@ -8,12 +8,20 @@ from tests.explore.records import Asked, Message, Op, Sched, Worker
 
 
 def sched_form(sched: Sched, now: int, parts: Parts) -> Any:
-    times = near(sched.since, now), near(sched.opened, now)
+    if sched.up != "frozen":
+        sched = sched._replace(since=now)
+    if sched.phase not in ("ends", "second"):
+        sched = sched._replace(mark=0)
+    if sched.phase not in ("reading", "ends", "requests"):
+        sched = sched._replace(newest=0)
+    opened = near(sched.opened, now) if sched.phase == "open" else 0
+    times = near(sched.since, now), opened
     return sched[:2], sched[3:4], parts.core.form(sched.state, now), sched.epoch, times, flat(sched[7:], now)
 
 
 def worker_form(worker: Worker, now: int, parts: Parts) -> Any:
-    times = near(worker.since, now), worker.draining and near(worker.draining, now)
+    since = near(worker.since, now) if worker.up == "frozen" else 0
+    times = since, worker.draining and near(worker.draining, now)
     rest = flat(worker._replace(since=0, draining=0)[4:], now)
     return worker[:3], parts.worker.form(worker.state, now), times, rest
 
@@ -21,7 +29,8 @@ def worker_form(worker: Worker, now: int, parts: Parts) -> Any:
 def asked_form(asked: Asked, now: int, parts: Parts) -> Any:
     form = parts.relay.form(asked.relay, now) if asked.listens else ()
     questions = frozenset([(question, near(at, now)) for question, at in asked.questions])
-    return asked[:3], flat(asked.answer, now), form, asked.text, flat(asked.ending, now), questions, asked[8:]
+    answer = flat(asked.answer, now) if asked.phase == "storing" else b""
+    return asked[:3], answer, form, asked.text, flat(asked.ending, now), questions, asked.cancel
 
 
 def flat_form(value: Any, now: int, _: Parts) -> Any:

@@ -1,13 +1,16 @@
 """Broken cores, each with one rule left out: the search must find every one of them."""
 
+from typing import Any
+
 import msgspec
 
-from contracts.messages import AttemptEvent, ErrorData, Outcome
+from contracts.messages import AttemptEvent, ErrorData, Outcome, StatusAnswer
 from contracts.relay import Effects, Relay
 from scheduler import endings, events
 from scheduler.core import Core
 from scheduler.pool import Worker
 from scheduler.request import Request
+from scheduler.takeover import Takeover
 from worker.core import Gone, WorkerCore
 from worker.events import Key
 
@@ -41,10 +44,10 @@ class FencelessRelay(Relay):
 class StubbornCore(Core):
     """Tries a stream again though its caller has had tokens."""
 
-    def _decide(self, request: Request, event: AttemptEvent) -> None:
+    def decide(self, request: Request, event: AttemptEvent) -> None:
         if endings.is_void(event):
             event = msgspec.structs.replace(event, completion_tokens=0)
-        super()._decide(request, event)
+        super().decide(request, event)
 
 
 class ForgetfulCore(Core):
@@ -53,17 +56,47 @@ class ForgetfulCore(Core):
     def _dispatch_to(self, request: Request, worker: Worker) -> None:
         super()._dispatch_to(request, worker)
         if request.request_seq:
-            self._do(events.AckRequest(request.request_seq))
+            self.do(events.AckRequest(request.request_seq))
 
 
 class ImpatientCore(Core):
     """Acts on the loss of a worker before it knows that no other end was stored."""
 
-    def _end(self, request: Request, outcome: Outcome, code: str, message: str) -> None:
-        super()._end(request, outcome, code, message)
+    def end(self, request: Request, outcome: Outcome, code: str, message: str, *, worker_died: bool = False) -> None:
+        super().end(request, outcome, code, message, worker_died=worker_died)
         if outcome == "lost":
-            event = endings.proposed(request, request.attempt, outcome, code, message, version="v1", now_ms=self._now)
-            self._decide(request, event)
+            event = endings.proposed(
+                request,
+                request.attempt,
+                outcome,
+                code,
+                message,
+                version="v1",
+                worker_died=worker_died,
+                now_ms=self._now,
+            )
+            self.decide(request, event)
+
+
+class AmnesiacTakeover(Takeover):
+    """Does not know which attempts of a request ended by a death."""
+
+    def _recount(self, request: Request) -> None:
+        request.counted = request.attempt - 1
+        request.deaths = 0
+
+
+class AmnesiacCore(Core):
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._takeover = AmnesiacTakeover(self)
+
+
+class SilentRelay(Relay):
+    """Does not believe the scheduler about an end that its worker did not tell."""
+
+    def on_status(self, answer: StatusAnswer | None, now_ms: int) -> Effects:
+        return super().on_status(answer and msgspec.structs.replace(answer, end=None), now_ms)
 
 
 class HastyCore(Core):
@@ -72,7 +105,7 @@ class HastyCore(Core):
     def _work_refused(self, event: events.WorkRefused) -> None:
         request = self.requests.get(event.request_id)
         if request is not None and self.awaits_work(_stored(event)):
-            self._do(events.SendControl(request.worker, self._cancel_order(request)))
+            self.do(events.SendControl(request.worker, self._cancel_order(request)))
         super()._work_refused(event)
 
 

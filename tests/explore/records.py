@@ -20,9 +20,12 @@ class Violation(Exception):
     """A rule that does not hold."""
 
     def __init__(self, rule: str, detail: str) -> None:
-        super().__init__(f"{rule}: {detail}")
+        super().__init__(rule, detail)
         self.rule = rule
         self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.detail}"
 
 
 class Sched(NamedTuple):
@@ -121,9 +124,13 @@ class Gateway(NamedTuple):
 
 
 class Scenario(NamedTuple):
-    """``streams``: for each request whether it streams. ``faults``, ``leaves``: at most so many in a history."""
+    """``streams``: for each request whether it streams. ``faults``, ``leaves``: at most so many in a history.
+
+    ``poison``: engines die of the requests, at their first step.
+    """
 
     name: str
     streams: tuple[bool, ...]
     faults: int = 2
     leaves: int = 1
+    poison: bool = False

@@ -11,14 +11,19 @@ was so before; later ones tell more), the steps of a takeover that only set mark
 and a frame for a relay that no other sender has a frame for. A deposed owner that wakes does what it still does in
 one go, at any step. Time passes only when no step is left: what takes longer than half a second is a fault.
 
+A fault is tried only where it may differ from the same one a step earlier (tests.explore.faults).
+
 Not in it: the bus itself dying, more than one model, limits of tenants, requests with several choices.
 """
 
 import gc
+import os
 import time
 from array import array
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import groupby
+from multiprocessing import get_context
 from typing import NamedTuple
 
 import msgspec
@@ -37,6 +42,7 @@ CONTINUATION_MAX = 600
 SCENARIOS = (
     Scenario("one stream", (True,)),
     Scenario("one answer", (False,)),
+    Scenario("poison", (True,), leaves=0, poison=True),
     Scenario("two requests", (True, False)),
 )
 
@@ -55,6 +61,8 @@ class Node(NamedTuple):
 
     number: int
     world: World
+    before: World | None
+    """The world one step earlier; None at the start."""
 
 
 class Blow(NamedTuple):
@@ -120,17 +128,17 @@ class Search:
         """First every further fault with one continuation each, then all that may happen after it, by depth."""
         found: list[list[Node]] = []
         struck = self._strike(level, before, until)
-        frontier = [] if before else [Node(self._note(-1, ("start",)), self.first)]
+        frontier = [] if before else [Node(self._note(-1, ("start",)), self.first, None)]
         while frontier or len(found) < len(struck):
             if time.monotonic() > until:
                 return found
             if len(found) < len(struck):
-                frontier += [Node(blow.number, blow.world.after(blow.action)) for blow in struck[len(found)]]
+                frontier += [Node(blow.number, blow.world.after(blow.action), None) for blow in struck[len(found)]]
                 struck[len(found)] = []
             level.depth = len(found)
             found.append(frontier if level.faults < self._last else [])
             following: list[Node] = []
-            for number, world in frontier:
+            for number, world, _ in frontier:
                 for action in world.actions():
                     after = self._add(number, world, action)
                     if after is not None:
@@ -146,8 +154,8 @@ class Search:
         """One more fault at every world that was found, by depth."""
         struck: list[list[Blow]] = [[] for _ in range(len(before) + 1)]
         for depth, nodes in enumerate(before):
-            for number, world in nodes:
-                for action in faults(world):
+            for number, world, earlier in nodes:
+                for action in faults(world, earlier):
                     after = self._add(number, world, action)
                     if after is not None:
                         struck[depth + 1].append(Blow(after.number, world, action))
@@ -168,7 +176,7 @@ class Search:
         self._visited.add(mark)
         number = self._note(parent, action)
         self._follow(number, after, mark)
-        return None if after.is_quiet() else Node(number, after)
+        return None if after.is_quiet() else Node(number, after, world)
 
     def _follow(self, number: int, world: World, mark: int) -> None:
         """Without another fault everything comes to its end."""
@@ -215,8 +223,7 @@ def shorten(lines: Iterable[str]) -> Iterator[str]:
 
 def first_world(parts: Parts, scenario: Scenario) -> World:
     """Both workers are ready and s0 owns the model; nobody has asked yet."""
-    world = World(parts, Scenario("", ()))
-    world.faults, world.leaves = scenario.faults, scenario.leaves
+    world = World(parts, scenario._replace(streams=()))
     world.workers = tuple([workers.start(world, slot, 0) for slot in range(2)])
     while not world.is_quiet():
         world = world.after(world.actions()[0])
@@ -227,9 +234,24 @@ def first_world(parts: Parts, scenario: Scenario) -> World:
     return world
 
 
-def explore(parts: Parts, seconds: float, scenarios: tuple[Scenario, ...] = SCENARIOS) -> Iterator[Level]:
-    """Search the scenarios, each for its share of the time that is left. Raises Found."""
-    end = time.monotonic() + seconds
-    for number, scenario in enumerate(scenarios):
-        now = time.monotonic()
-        yield from Search(parts, scenario).run(now + (end - now) / (len(scenarios) - number))
+def explore(seconds: float, scenarios: tuple[Scenario, ...] = SCENARIOS) -> Iterator[Level]:
+    """Search the scenarios within ``seconds``, as many at once as there are processors. Raises Found."""
+    processes = min(len(scenarios), os.cpu_count() or 1)
+    share = seconds * processes / len(scenarios)
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        searches = [pool.submit(_search, scenario, share) for scenario in scenarios]
+        for search in as_completed(searches):
+            levels, found = search.result()
+            yield from levels
+            if found is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise Found(*found)
+
+
+def _search(scenario: Scenario, seconds: float) -> tuple[list[Level], tuple[Violation, list[str]] | None]:
+    levels: list[Level] = []
+    try:
+        levels.extend(Search(Parts(), scenario).run(time.monotonic() + seconds))
+    except Found as found:
+        return levels, (found.violation, found.steps)
+    return levels, None

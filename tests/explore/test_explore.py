@@ -16,17 +16,17 @@ MUTANT_S = 60.0
 
 STREAM = Scenario("one stream", (True,))
 ANSWER = Scenario("one answer", (False,))
+POISON = Scenario("poison", (True,), leaves=0, poison=True)
 
 
 def test_no_history_breaks_a_rule(capsys: pytest.CaptureFixture[str]) -> None:
-    parts = Parts()
     levels = []
-    for level in explore(parts, SECONDS):
+    for level in explore(SECONDS):
         levels.append(level)
         with capsys.disabled():
             print(f"\n  explored: {level}", end="")
     assert all(level.states > 0 for level in levels)
-    assert levels[0].complete
+    assert all(level.complete for level in levels if level.faults == 0)
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,14 @@ def test_no_history_breaks_a_rule(capsys: pytest.CaptureFixture[str]) -> None:
         (Parts(core=mutants.ForgetfulCore), ANSWER, ["what was stored is not forgotten", "no request fails in vain"]),
         (Parts(core=mutants.HastyCore), STREAM, ["no request fails in vain"]),
         (Parts(core=mutants.ImpatientCore), STREAM, ["an attempt ends before the next", "nothing follows an end"]),
+        (Parts(core=mutants.AmnesiacCore), POISON, ["a second death quarantines"]),
+        (Parts(relay=mutants.SilentRelay), STREAM, ["no request fails in vain"]),
+        (Parts(relay=mutants.SilentRelay), ANSWER, ["no request fails in vain"]),
     ],
-    ids=["repeating", "deaf", "fenceless", "stubborn", "forgetful", "hasty", "impatient"],
+    ids=[
+        *("repeating", "deaf", "fenceless", "stubborn", "forgetful", "hasty", "impatient"),
+        *("amnesiac", "silent on a stream", "silent on an answer"),
+    ],
 )
 def test_a_broken_core_is_found(parts: Parts, scenario: Scenario, rules: list[str]) -> None:
     with pytest.raises(Found) as found:

@@ -137,7 +137,9 @@ def _engine(world: "World", slot: int, key: Key) -> None:
     worker = world.workers[slot]
     run = next(run for run in worker.runs if run.key == key)
     steps = run.steps + 1
-    if steps <= TOKENS:
+    if world.poison:
+        end_run(world, slot, key, "death")
+    elif steps <= TOKENS:
         feed(world, slot, ("token", key))
         if _streams(world, key):
             _frame(world, slot, key, "chunk", encode([key[1], worker.name, steps]))

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import msgspec
+
 from contracts.messages import HolderHeartbeat
 from tests.explore import faults, forms, gateway, schedulers, workers
 from tests.explore.canonical import near
@@ -19,6 +21,7 @@ from tests.explore.records import (
     STOPPED_TICKS,
     TICK_MS,
     Action,
+    Asked,
     Gateway,
     Message,
     Op,
@@ -28,6 +31,7 @@ from tests.explore.records import (
     Worker,
 )
 
+DEATHS_MAX = 2
 HOLDER_BEAT = encode(HolderHeartbeat(holder="g"))
 
 
@@ -48,6 +52,7 @@ class World:
         "net",
         "now",
         "parts",
+        "poison",
         "requests",
         "scheds",
         "seq",
@@ -64,6 +69,7 @@ class World:
         self.faults = scenario.faults
         """How many may still happen."""
         self.leaves = scenario.leaves
+        self.poison = scenario.poison
         self.harm = 0
         """What the faults so far may cost: 0 no request, 1 attempts of one worker, 2 anything."""
         self.lease = (0, BASE_MS)
@@ -162,6 +168,8 @@ class World:
         self.attempts = (*self.attempts, (rid, attempt, data))
         if sum(event.billable for _, event in self.ends_of(rid)) > 1:
             raise Violation("at most one billable attempt", f"{rid} attempt {attempt}")
+        if sum(event.engine_death for _, event in self.ends_of(rid)) > DEATHS_MAX:
+            raise Violation("a request ends two engines at most", f"{rid} attempt {attempt}")
         return True
 
     def ends_of(self, rid: str) -> Iterator[tuple[int, Any]]:
@@ -375,7 +383,7 @@ class World:
                 *[mark(w, now, forms.worker_form) for w in self.workers],
                 *[mark(a, now, forms.asked_form) for a in self.gate.asked],
                 self.gate.up,
-                near(self.gate.since, now),
+                near(self.gate.since, now) if self.gate.up == "frozen" else 0,
                 mark(self.requests, now, forms.requests_form),
                 self.consumed,
                 mark(self.work, now, forms.flat_form),
@@ -421,13 +429,33 @@ class World:
             if asked.ending is None:
                 raise Violation("every request ends", f"{asked.rid} has no ending")
             ends = [event for _, event in self.ends_of(asked.rid)]
-            produced = asked.text or any(event.completion_tokens for event in ends)
-            # A worker may die between storing the end and sending it; of the end only its outcome is known then.
-            untold = any(event.outcome == "completed" for event in ends)
-            may_fail = self.harm > 1 or (self.harm and (untold or (asked.stream and produced)))
-            completed = asked.ending[0] == "finish" and b'"completed"' in asked.ending[1]
-            if not completed and not may_fail:
+            if sum(event.engine_death for event in ends) == DEATHS_MAX:
+                # With two faults its word may be lost, and only the last outcome be known.
+                told = asked.ending[1] in ("request_quarantined", "cancelled") or not self.faults
+                if asked.ending[0] == "fail" and not told:
+                    raise Violation("a second death quarantines", f"{asked.rid} ends with {asked.ending}")
+            elif not self._has_completed(asked) and not self._may_fail(asked, ends):
                 raise Violation("no request fails in vain", f"{asked.rid} ends with {asked.ending}")
             stored = any(message_id == asked.rid for message_id, _ in self.stored_ids)
             if stored and not any(self.ends_of(asked.rid)):
                 raise Violation("what was stored is not forgotten", f"{asked.rid} has no stored end")
+
+    def _has_completed(self, asked: Asked) -> bool:
+        return asked.ending is not None and asked.ending[0] == "finish" and b'"completed"' in asked.ending[1]
+
+    def _may_fail(self, asked: Asked, ends: list[Any]) -> bool:
+        """Whether the faults so far, or the request itself, excuse an error.
+
+        What a worker stored as completed and did not live to tell is told all the same, unless part of the answer
+        was lost, too.
+        """
+        if self.poison or self.harm > 1:
+            return True
+        completed = [event.attempt for event in ends if event.outcome == "completed"]
+        if completed and asked.stream:
+            chunks = [msgspec.json.decode(data) for data in asked.text]
+            return self.harm > 0 and [attempt for attempt, *_ in chunks] != completed * workers.TOKENS
+        if completed:
+            return self.harm > 0 and not self.faults
+        produced = asked.text or any(event.completion_tokens for event in ends)
+        return self.harm > 0 and asked.stream and bool(produced)

@@ -4,6 +4,7 @@ The streams keep what the real ones keep (ATTEMPTS: the first event of an attemp
 any order, late, or not at all where the bus may lose them; workers pull, run, freeze, wake and die.
 """
 
+import hashlib
 import random
 from collections.abc import Callable
 
@@ -33,7 +34,8 @@ from contracts.messages import (
 )
 from scheduler import events as ev
 from scheduler import views
-from scheduler.core import Core, Settings
+from scheduler.config import Settings
+from scheduler.core import Core
 from scheduler.fair import SCAN_PER_TENANT
 from scheduler.request import State
 
@@ -102,6 +104,9 @@ class World:
         self.asked: dict[str, AdmissionRequest] = {}
         self.unpublished: list[str] = []
         self.seq = 0
+        self.number = 0
+        """Of effects so far; ``digest`` is theirs, in order."""
+        self.digest = hashlib.sha256()
         self.names = [f"t{number}" for number in range(tenants)]
         self.tell_tenants()
         self.feed(ev.Recovered())
@@ -156,6 +161,8 @@ class World:
 
     def feed(self, event: ev.Event) -> None:
         for effect in self.core.step(event, self.now):
+            self.number += 1
+            self.digest.update(type(effect).__name__.encode() + msgspec.json.encode(effect))
             self.perform(effect)
         views.check_invariants(self.core)
         self.check_work_conserving()
@@ -192,7 +199,8 @@ class World:
         """Right after an admission no limit is exceeded."""
         quota = self.core.admission.quotas[tenant]
         limits = self.core.admission.manifest.limits
-        assert LIMITS.concurrency is None or quota.open <= LIMITS.concurrency
+        concurrency = quota.limits.concurrency
+        assert concurrency is None or quota.open <= concurrency
         for bucket in (quota.requests, quota.input, quota.output):
             assert bucket.level(self.now) >= 0
         assert self.core.admission.waiting <= limits.queued_requests
@@ -370,7 +378,7 @@ class World:
         self.requests[self.seq] = RequestEnvelope(
             request_id=request_id,
             tenant=asked.tenant,
-            key_id="k",
+            key_id=asked.key_id,
             model="m",
             endpoint=asked.endpoint,
             stream=asked.stream,

@@ -22,6 +22,7 @@ from contracts.messages import (
 )
 from contracts.relay import AskFrames, AskStatus, Effect, Fail, Finish, Forward, Relay, RelaySettings
 
+_end_of = msgspec.json.Decoder(EndData).decode
 _END = EndData(outcome="completed", finish_reason="stop", prompt_tokens=3, completion_tokens=2)
 
 
@@ -396,6 +397,48 @@ def test_a_lost_tail_is_repaired_from_the_status(stream: bool) -> None:
     assert effects[-1] == Finish(_END)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("outcome", ["completed", "cancelled"])
+def test_where_only_the_end_is_missing_the_scheduler_says_what_it_was(stream: bool, outcome: Outcome) -> None:
+    """The worker stored the end and died before it could send it."""
+    relay = new(stream)
+    seen = texts(relay.on_frame("w", frame(1, 0, "accepted"), 0))
+    seen += texts(relay.on_frame("w", chunk(1, 1), 1))
+    said = msgspec.structs.replace(_END, outcome=outcome)
+    status = StatusAnswer(state="ended", attempt=1, worker="w", outcome=outcome, last_seq=2, end=said)
+    effects = relay.on_status(status, 4_010)
+    seen += texts(effects)
+    assert seen == (["1.1"] if stream or outcome == "completed" else [])
+    assert effects[-1] == Finish(said)
+
+
+def test_the_end_is_synthesised_once_the_chunks_before_it_have_come() -> None:
+    relay = new()
+    relay.on_frame("w", chunk(1, 0), 0)
+    status = StatusAnswer(state="ended", attempt=1, worker="w", outcome="completed", last_seq=3, end=_END)
+    assert relay.on_status(status, 4_000) == [AskFrames("w", 1, 1)]
+    assert texts(relay.on_frame("w", chunk(1, 1), 4_001)) == ["1.1"]
+    effects = relay.on_frame("w", chunk(1, 2), 4_002)
+    assert texts(effects) == ["1.2"]
+    assert effects[-1] == Finish(_END)
+
+
+def test_a_known_end_does_not_stand_for_chunks_that_cannot_be_had() -> None:
+    relay = new()
+    relay.on_frame("w", chunk(1, 0), 0)
+    status = StatusAnswer(state="ended", attempt=1, worker="w", outcome="completed", last_seq=3, end=_END)
+    relay.on_status(status, 4_000)
+    assert texts(relay.on_frame("w", chunk(1, 2), 4_001)) == []
+    assert fail_code(relay.on_frames_answer("w", 1, FramesAnswer(known=False), 4_010)) == "stream_interrupted"
+
+
+def test_a_known_end_between_parts_never_looks_finished() -> None:
+    relay = new()
+    relay.on_frame("w", frame(1, 0, "part", "123456"), 0)
+    status = StatusAnswer(state="ended", attempt=1, worker="w", outcome="completed", last_seq=1, end=_END)
+    assert fail_code(relay.on_status(status, 4_000)) == "stream_interrupted"
+
+
 def test_an_attempt_of_which_nothing_arrived_is_fetched_whole() -> None:
     relay = new()
     status = StatusAnswer(state="ended", attempt=2, worker="v", outcome="completed", last_seq=1)
@@ -524,10 +567,11 @@ def test_a_worker_that_answers_while_the_scheduler_is_away_finishes_the_stream()
 class World:
     """A truthful scheduler and workers behind a bus that loses, doubles and reorders.
 
-    Attempts before the last end as ``lost``, each after some frames; the last one ends as ``outcome``.
+    Attempts before the last end as ``lost``, each after some frames; the last one ends as ``outcome``. With
+    ``mute`` its worker dies once that is stored, before it can send its closing frame.
     """
 
-    def __init__(self, attempts: list[int], outcome: Outcome, forgets: bool, one_worker: bool) -> None:
+    def __init__(self, attempts: list[int], outcome: Outcome, *, forgets: bool, one_worker: bool, mute: bool) -> None:
         self.generations = []
         for number, chunks in enumerate(attempts, 1):
             frames = [frame(number, 0, "accepted")] + [chunk(number, seq) for seq in range(1, chunks + 1)]
@@ -540,6 +584,13 @@ class World:
         elif outcome in ("completed", "cancelled"):
             frames.append(end(len(attempts), len(frames), outcome))
         self.forgets = forgets
+        self.mute = mute
+
+    def wire(self) -> list[tuple[str, Frame]]:
+        frames = [(worker, f) for worker, sent in self.generations for f in sent]
+        if self.mute:
+            frames.pop()
+        return frames + [("", lost(number, True)) for number in range(1, len(self.generations))]
 
     def status(self) -> StatusAnswer:
         worker, frames = self.generations[-1]
@@ -550,12 +601,13 @@ class World:
             outcome=self.outcome,
             last_seq=len(frames) - 1,
             error=self.error if self.outcome == "failed" else None,
+            end=None if self.outcome in ("failed", "lost") else _end_of(frames[-1].data),
         )
 
     def frames(self, ask: AskFrames) -> FramesAnswer | None:
         worker, frames = self.generations[ask.attempt - 1]
         assert worker == ask.worker
-        if ask.attempt < len(self.generations) or self.outcome == "lost":
+        if ask.attempt < len(self.generations) or self.outcome == "lost" or self.mute:
             return None  # Dead.
         if self.forgets:
             return FramesAnswer(known=False)
@@ -611,7 +663,8 @@ def worlds(draw: st.DrawFn, stream: bool) -> World:
     outcome: Outcome = draw(st.sampled_from(["completed", "cancelled", "failed", "lost"]))
     if not stream:
         attempts = [min(chunks, 1) for chunks in attempts[:-1]] + [1]
-    return World(attempts, outcome, forgets=draw(st.booleans()), one_worker=draw(st.booleans()))
+    forgets, one_worker, mute = draw(st.tuples(st.booleans(), st.booleans(), st.booleans()))
+    return World(attempts, outcome, forgets=forgets, one_worker=one_worker, mute=mute and outcome != "lost")
 
 
 @settings(max_examples=300, deadline=None)
@@ -620,9 +673,9 @@ def test_random_worlds(data: st.DataObject, stream: bool, clean: bool) -> None:
     """Any interleaving with losses and doubles shows a prefix of one generation and ends once; with nothing
     lost for good and nothing shown of a void attempt, it ends as the world did."""
     world = data.draw(worlds(stream))
-    wire = [(worker, f) for worker, frames in world.generations for f in frames]
-    wire += [("", lost(number, True)) for number in range(1, len(world.generations))]
-    if data.draw(st.booleans(), "reorder"):
+    wire = world.wire()
+    in_order = data.draw(st.booleans(), "in order")
+    if not in_order:
         wire = data.draw(st.permutations(wire))
     relay = Relay(stream=stream, now_ms=0, settings=RelaySettings(bounds=Bounds(held_frames_max=2)))
     witness = Witness(relay, world, stream)
@@ -642,7 +695,8 @@ def test_random_worlds(data: st.DataObject, stream: bool, clean: bool) -> None:
         _answer(witness, world, now, reachable=True)
     witness.check_the_end()
     shown_void = stream and witness.seen and not witness.seen[0].startswith(f"{len(world.generations)}.")
-    if world.outcome == "completed" and not world.forgets and not shown_void:
+    repaired = not world.forgets and not world.mute
+    if world.outcome == "completed" and not shown_void and (repaired or (clean and in_order)):
         assert isinstance(witness.terminal, Finish)
     if shown_void:
         assert isinstance(witness.terminal, Fail)
@@ -665,6 +719,7 @@ _STATUSES = st.builds(
     worker=st.sampled_from(["", "w1", "w2"]),
     outcome=st.sampled_from([None, "completed", "cancelled", "failed", "lost", "expired"]),
     last_seq=st.integers(-1, 6),
+    end=st.sampled_from([None, _END, msgspec.structs.replace(_END, outcome="failed")]),
 )
 _KINDS = st.sampled_from(["accepted", "chunk", "part", "end", "error", "lost"])
 _DATA = st.sampled_from(

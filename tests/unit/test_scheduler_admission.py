@@ -1,0 +1,47 @@
+"""The predicted wait and the line of those who were told to come back."""
+
+import pytest
+
+from contracts.errors import HeadraceError
+from contracts.messages import AdmissionRequest
+from scheduler.admission import RETRY_AFTER_S_MAX, Admission
+from scheduler.fair import FairQueue
+from tests.unit.scheduler_world import manifest
+
+TOKENS = 60
+TOKENS_PER_S = 10
+DEADLINE_MS = 4000
+
+
+def slow_pool() -> Admission:
+    """A pool without room that has worked off 10 tokens a second for as long as it remembers."""
+    admission = Admission(manifest(), FairQueue(ageing_ms=1_000_000), 0)
+    admission.drain.done(100 * TOKENS_PER_S, 1000)
+    admission.drain.pass_time(100_000, saturated=True)
+    return admission
+
+
+def refusal(admission: Admission, number: int) -> HeadraceError:
+    asked = AdmissionRequest(
+        request_id=f"r{number}",
+        tenant="t",
+        key_id="k",
+        model="m",
+        endpoint="chat/completions",
+        prompt_tokens=TOKENS - 10,
+        max_output_tokens=10,
+        deadline_ms=DEADLINE_MS,
+    )
+    with pytest.raises(HeadraceError) as caught:
+        admission.check(asked, 100_000, has_room=False)
+    return caught.value
+
+
+def test_each_refusal_names_a_later_time_until_the_line_is_as_long_as_the_longest() -> None:
+    admission = slow_pool()
+    told = [refusal(admission, number).retry_after_s or 0 for number in range(1000)]
+    assert told == sorted(told)
+    assert 1 <= told[0] < 5
+    assert told[-1] == RETRY_AFTER_S_MAX
+    longest_s = RETRY_AFTER_S_MAX + DEADLINE_MS / 1000
+    assert admission.bookings.tokens <= longest_s * TOKENS_PER_S + TOKENS, "refused requests do not add up for ever"
