@@ -1,4 +1,7 @@
-"""OpenAI chunks and answers as the client gives them out: what services read, and the JSON as it came."""
+"""What the client gives out, by API: the fields that services read, and the JSON as it came.
+
+A *chunk* or *event* is a part of a stream, an *answer* is whole. Each has ``text``: what it says, of its first choice.
+"""
 
 from typing import Any
 
@@ -12,7 +15,11 @@ class Answer(msgspec.Struct, kw_only=True):
     created: int = 0
     model: str = ""
     usage: dict[str, Any] | None = None
+    """Token counts, under the API's own names; a streamed chat has them only where ``stream_options`` ask for it."""
     raw: msgspec.Raw = msgspec.Raw()
+
+
+# Chat and completions --------------------------------------------------------------------------------------
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,3 +85,81 @@ class CompletionChunk(Answer):
     def text(self) -> str:
         """Text of the first choice."""
         return "".join(choice.text for choice in self.choices if choice.index == 0)
+
+
+# Responses -------------------------------------------------------------------------------------------------
+
+
+class ResponseEvent(Answer):
+    """One event of a streamed response, such as ``response.output_text.delta``."""
+
+    type: str
+    delta: Any = None
+    response: dict[str, Any] | None = None
+    """The whole response so far, in the events that begin and end it."""
+
+    @property
+    def text(self) -> str:
+        """What the event adds to the output text."""
+        return str(self.delta) if self.type == "response.output_text.delta" else ""
+
+
+class ResponseAnswer(Answer):
+    """A whole response."""
+
+    status: str = ""
+    output: list[dict[str, Any]] = []
+    """Items by ``type``: message, function_call, reasoning."""
+
+    @property
+    def text(self) -> str:
+        """Text of all messages in the output."""
+        parts = [part for item in self.output if item["type"] == "message" for part in item["content"]]
+        return "".join(part["text"] for part in parts if part["type"] == "output_text")
+
+
+# Messages --------------------------------------------------------------------------------------------------
+
+
+class MessageEvent(Answer):
+    """One event of a streamed message, such as ``content_block_delta``."""
+
+    type: str
+    index: int | None = None
+    """Number of the content block."""
+    delta: dict[str, Any] | None = None
+    content_block: dict[str, Any] | None = None
+    message: dict[str, Any] | None = None
+
+    @property
+    def text(self) -> str:
+        """What the event adds to a text block."""
+        delta = self.delta or {}
+        return str(delta["text"]) if delta.get("type") == "text_delta" else ""
+
+
+class MessageAnswer(Answer):
+    """A whole message."""
+
+    content: list[dict[str, Any]] = []
+    """Blocks by ``type``: text, tool_use, thinking."""
+    stop_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Text of all text blocks."""
+        return "".join(block["text"] for block in self.content if block["type"] == "text")
+
+
+# Embeddings ------------------------------------------------------------------------------------------------
+
+
+class Embedding(msgspec.Struct, frozen=True, kw_only=True):
+    embedding: list[float]
+    index: int = 0
+
+
+class EmbeddingsAnswer(Answer):
+    """One vector for each input, in its order."""
+
+    data: list[Embedding] = []

@@ -1,8 +1,10 @@
-"""Client for internal services: chat and completions over NATS, frames straight from the worker.
+"""Client for internal services: the APIs of ``submit`` over NATS, frames straight from the worker.
 
     async with Client("nats://...", tenant="search") as client:
         async for chunk in client.chat(model="smol", messages=[{"role": "user", "content": "Hello"}]):
             print(chunk.text, end="")
+        answer = await client.chat_once(model="smol", messages=[{"role": "user", "content": "Hello"}])
+        print(answer.text, answer.usage)
 
 One connection and one inbox subscription serve all streams. While the client is open it sends heartbeats;
 when they stop, or with the goodbye of ``close``, the schedulers cancel what it left open. Order, repair and
@@ -13,7 +15,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar
 
@@ -21,7 +23,17 @@ import msgspec
 import structlog
 
 from contracts import ids, permissions, subjects
-from contracts.answers import Answer, ChatAnswer, ChatChunk, CompletionChunk
+from contracts.answers import (
+    Answer,
+    ChatAnswer,
+    ChatChunk,
+    CompletionChunk,
+    EmbeddingsAnswer,
+    MessageAnswer,
+    MessageEvent,
+    ResponseAnswer,
+    ResponseEvent,
+)
 from contracts.bus import Bus, BusError, Incoming, NoResponder, TooLarge
 from contracts.errors import TABLE, HeadraceError
 from contracts.messages import (
@@ -73,10 +85,6 @@ _cancels = Codec[CancelAnswer](CancelAnswer)
 _statuses = Codec[StatusAnswer](StatusAnswer)
 _pages = Codec[FramesAnswer](FramesAnswer)
 _encode = msgspec.json.Encoder().encode
-
-_chat_chunk = msgspec.json.Decoder(ChatChunk).decode
-_chat_answer = msgspec.json.Decoder(ChatAnswer).decode
-_completion = msgspec.json.Decoder(CompletionChunk).decode
 
 
 class Client:
@@ -131,47 +139,75 @@ class Client:
         await self._bus.close()
 
     # Calls --------------------------------------------------------------------------------------------------
+    #
+    # One pair for each API that ``submit`` serves: ``chat`` streams, ``chat_once`` gives the whole answer, with its
+    # usage. ``fields`` are the API's own. Each raises HeadraceError: ``submit``'s refusal, or how the request failed.
+    # ``deadline_ms`` bounds the time to the first token, pauses between tries included; else the tenant's default does.
 
     def chat(
-        self,
-        *,
-        model: str,
-        messages: Sequence[Mapping[str, Any]],
-        deadline_ms: int | None = None,
-        **fields: Any,
+        self, *, model: str, messages: Sequence[Mapping[str, Any]], deadline_ms: int | None = None, **fields: Any
     ) -> "Stream[ChatChunk]":
-        """A streamed chat, sent when the iteration begins; ``fields`` are OpenAI's. Raises HeadraceError.
+        """OpenAI's chat completions, streamed. Sent when the iteration begins, as every stream."""
+        return self._stream("chat/completions", ChatChunk, model, deadline_ms, fields | {"messages": messages})
 
-        ``deadline_ms``: time to the first token, pauses between tries included; else the tenant's default.
-        """
-        body = {**fields, "messages": messages, "stream": True}
-        return Stream(self, model, "chat/completions", body, deadline_ms, _chat_chunk)
+    async def chat_once(
+        self, *, model: str, messages: Sequence[Mapping[str, Any]], deadline_ms: int | None = None, **fields: Any
+    ) -> ChatAnswer:
+        """A whole chat answer. The service tries again when a worker is lost: nothing has been shown."""
+        return await self._once("chat/completions", ChatAnswer, model, deadline_ms, fields | {"messages": messages})
 
     def complete(
         self, *, model: str, prompt: object, deadline_ms: int | None = None, **fields: Any
     ) -> "Stream[CompletionChunk]":
-        """A streamed completion, as ``chat``."""
-        body = {**fields, "prompt": prompt, "stream": True}
-        return Stream(self, model, "completions", body, deadline_ms, _completion)
-
-    async def chat_once(
-        self,
-        *,
-        model: str,
-        messages: Sequence[Mapping[str, Any]],
-        deadline_ms: int | None = None,
-        **fields: Any,
-    ) -> ChatAnswer:
-        """A whole chat answer. The service tries again when a worker is lost: nothing has been shown."""
-        body = {**fields, "messages": messages, "stream": False}
-        return await Stream(self, model, "chat/completions", body, deadline_ms, _chat_answer)._whole()
+        """OpenAI's completions, streamed."""
+        return self._stream("completions", CompletionChunk, model, deadline_ms, fields | {"prompt": prompt})
 
     async def complete_once(
         self, *, model: str, prompt: object, deadline_ms: int | None = None, **fields: Any
     ) -> CompletionChunk:
-        """A whole completion, as ``chat_once``."""
-        body = {**fields, "prompt": prompt, "stream": False}
-        return await Stream(self, model, "completions", body, deadline_ms, _completion)._whole()
+        """A whole completion."""
+        return await self._once("completions", CompletionChunk, model, deadline_ms, fields | {"prompt": prompt})
+
+    def respond(
+        self, *, model: str, input: object, deadline_ms: int | None = None, **fields: Any
+    ) -> "Stream[ResponseEvent]":
+        """OpenAI's Responses, streamed."""
+        return self._stream("responses", ResponseEvent, model, deadline_ms, fields | {"input": input})
+
+    async def respond_once(
+        self, *, model: str, input: object, deadline_ms: int | None = None, **fields: Any
+    ) -> ResponseAnswer:
+        """A whole response."""
+        return await self._once("responses", ResponseAnswer, model, deadline_ms, fields | {"input": input})
+
+    def message(
+        self, *, model: str, messages: Sequence[Mapping[str, Any]], deadline_ms: int | None = None, **fields: Any
+    ) -> "Stream[MessageEvent]":
+        """Anthropic's Messages, streamed; they want ``max_tokens``."""
+        return self._stream("messages", MessageEvent, model, deadline_ms, fields | {"messages": messages})
+
+    async def message_once(
+        self, *, model: str, messages: Sequence[Mapping[str, Any]], deadline_ms: int | None = None, **fields: Any
+    ) -> MessageAnswer:
+        """A whole message."""
+        return await self._once("messages", MessageAnswer, model, deadline_ms, fields | {"messages": messages})
+
+    async def embed(
+        self, *, model: str, input: object, deadline_ms: int | None = None, **fields: Any
+    ) -> EmbeddingsAnswer:
+        """OpenAI's embeddings, as lists of floats."""
+        body = fields | {"input": input, "encoding_format": "float"}
+        return await self._once("embeddings", EmbeddingsAnswer, model, deadline_ms, body)
+
+    def _stream(
+        self, endpoint: Endpoint, kind: type[A], model: str, deadline_ms: int | None, body: dict[str, Any]
+    ) -> "Stream[A]":
+        return Stream(self, model, endpoint, body | {"stream": True}, deadline_ms, kind)
+
+    async def _once(
+        self, endpoint: Endpoint, kind: type[A], model: str, deadline_ms: int | None, body: dict[str, Any]
+    ) -> A:
+        return await Stream(self, model, endpoint, body | {"stream": False}, deadline_ms, kind)._whole()
 
     # For streams --------------------------------------------------------------------------------------------
 
@@ -242,7 +278,7 @@ class Stream(Generic[A]):
         endpoint: Endpoint,
         body: dict[str, Any],
         deadline_ms: int | None,
-        decode: Callable[[bytes], A],
+        kind: type[A],
     ) -> None:
         self.request_id = ""
         """Empty until admitted."""
@@ -254,7 +290,7 @@ class Stream(Generic[A]):
         self._stream = bool(body["stream"])
         self._body = msgspec.Raw(_encode(body))
         self._deadline_ms = deadline_ms
-        self._decode = decode
+        self._kind = kind
         self._relay = self._new_relay()
         self._name = ""
         self._begun = False
@@ -324,9 +360,9 @@ class Stream(Generic[A]):
         data = self._unread.popleft()
         self._unread_bytes -= len(data)
         try:
-            chunk = self._decode(data)
+            chunk = msgspec.json.decode(data, type=self._kind)
         except msgspec.MsgspecError as error:
-            raise HeadraceError("internal_error", "The service sent what is no OpenAI chunk.") from error
+            raise HeadraceError("internal_error", "The service sent what is no part of this API.") from error
         chunk.raw = msgspec.Raw(data)
         return chunk
 

@@ -5,6 +5,8 @@ from datetime import UTC, datetime, timedelta
 
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}\Z", re.ASCII)
 _INSTANT = re.compile(r"\d{4}-\d{2}-\d{2}[Tt ]\d{2}:\d{2}(:\d{2}(\.\d{1,6})?)?([Zz]|[+-]\d{2}:\d{2})\Z", re.ASCII)
+YEAR_MAX = 2999
+"""Beyond it nothing was used, and calendars end."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -18,6 +20,8 @@ def parse(text: str) -> int:
         found = datetime.fromisoformat(text.upper().replace("Z", "+00:00"))
     else:
         raise ValueError("neither a day like 2026-11-29 nor an instant like 2026-11-29T18:00:00Z")
+    if found.year > YEAR_MAX:
+        raise ValueError(f"after the year {YEAR_MAX}")
     return (found - _EPOCH) // timedelta(milliseconds=1)
 
 

@@ -29,6 +29,13 @@ CHANGES_TRIED_MAX = 8
 """Tries of a change that others overtake; each one reads the record anew."""
 
 
+WEIGHT_MAX = 1e6
+"""Weights from one over it to itself: beyond, the sums of a fair queue lose what is small or overflow."""
+OVERBOOKING_MAX = 100.0
+COUNT_MAX = 2**53 - 1
+"""Of what is counted: larger whole numbers are not exact as floats, nor in JavaScript."""
+
+
 class NewKey(msgspec.Struct, frozen=True, kw_only=True):
     """A key as its owner sees it, this once."""
 
@@ -58,23 +65,29 @@ def check_tenant(record: TenantRecord) -> TenantRecord:
     check_name("tenant name", record.name)
     for model in [*(record.models or ()), *record.model_limits]:
         check_name("model name", model)
-    if not 0 < record.weight < float("inf"):
-        raise HeadraceError("invalid_request", "weight must be a number above 0", param="weight")
+    if not 1 / WEIGHT_MAX <= record.weight <= WEIGHT_MAX:
+        message = f"weight must be a number above 0: from {1 / WEIGHT_MAX:g} to {WEIGHT_MAX:g}"
+        raise HeadraceError("invalid_request", message, param="weight")
     if not 1 <= record.deadline_ms <= 3_600_000:
         raise HeadraceError("invalid_request", "deadline_ms must be from 1 to 3600000", param="deadline_ms")
     if not record.priorities:
         raise HeadraceError("invalid_request", "priorities must name at least one class", param="priorities")
-    if record.monthly_budget_tokens is not None and record.monthly_budget_tokens < 0:
-        raise HeadraceError("invalid_request", "monthly_budget_tokens must not be negative")
+    _check_count("monthly_budget_tokens", record.monthly_budget_tokens)
     for limits in (record.limits, *record.model_limits.values()):
-        _check_not_negative(limits)
+        _check_counts(limits)
     return record
 
 
-def _check_not_negative(limits: TenantLimits | PoolLimits) -> None:
+def _check_counts(limits: TenantLimits | PoolLimits) -> None:
     for field, value in msgspec.structs.asdict(limits).items():
-        if value is not None and value < 0:
-            raise HeadraceError("invalid_request", f"{field} must not be negative", param=field)
+        _check_count(field, value)
+
+
+def _check_count(field: str, value: float | None) -> None:
+    if value is not None and value < 0:
+        raise HeadraceError("invalid_request", f"{field} must not be negative", param=field)
+    if value is not None and value > COUNT_MAX:
+        raise HeadraceError("invalid_request", f"{field} must be at most {COUNT_MAX}", param=field)
 
 
 # Tenants ---------------------------------------------------------------------------------------------------
@@ -214,9 +227,10 @@ async def change_model(
 
     def change(manifest: Manifest) -> Manifest:
         changed = msgspec.structs.replace(manifest.limits, **(limits or {}))
-        _check_not_negative(changed)
-        if changed.kv_overbooking <= 0:
-            raise HeadraceError("invalid_request", "kv_overbooking must be above 0", param="kv_overbooking")
+        _check_counts(changed)
+        if not 0 < changed.kv_overbooking <= OVERBOOKING_MAX:
+            message = f"kv_overbooking must be above 0 and at most {OVERBOOKING_MAX:g}"
+            raise HeadraceError("invalid_request", message, param="kv_overbooking")
         return msgspec.structs.replace(
             manifest, limits=changed, fallbacks=manifest.fallbacks if fallbacks is None else fallbacks
         )

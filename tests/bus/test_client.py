@@ -200,6 +200,58 @@ async def test_completions_and_whole_answers(service: Service, client: Client) -
     assert [decode(request.body)["stream"] for request in service.submitted] == [True, False, False]
 
 
+async def test_every_api_has_its_types(service: Service, client: Client) -> None:
+    """Bodies as vLLM gives them out, shortened; what has no name is in ``raw``."""
+    events = [
+        {"type": "response.created", "response": {"id": "resp_1", "status": "in_progress"}},
+        {"type": "response.function_call_arguments.delta", "delta": "{"},
+        {"type": "response.output_text.delta", "delta": "one"},
+        {"type": "response.completed", "response": {"id": "resp_1", "status": "completed"}},
+    ]
+    response = {
+        "id": "resp_1",
+        "status": "completed",
+        "output": [
+            {"type": "reasoning", "summary": []},
+            {
+                "type": "message",
+                "content": [{"type": "output_text", "text": "one"}, {"type": "refusal", "refusal": "r"}],
+            },
+        ],
+        "usage": {"output_tokens": 1},
+    }
+    blocks = [
+        {"type": "message_start", "message": {"id": "msg_1"}},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "two"}},
+        {"type": "content_block_delta", "index": 1, "delta": {"type": "input_json_delta", "partial_json": "{"}},
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 1}},
+        {"type": "message_stop"},
+    ]
+    message = {
+        "content": [{"type": "text", "text": "two"}, {"type": "tool_use", "input": {}}],
+        "stop_reason": "tool_use",
+    }
+    vectors = {"data": [{"object": "embedding", "index": 0, "embedding": [0.5, 1]}], "usage": {"prompt_tokens": 2}}
+    scripts = [events, [response], blocks, [message], [vectors]]
+    service.script = [service.answer([("chunk", it) for it in script] + [("end", USAGE)]) for script in scripts]
+    told = [event async for event in client.respond(model=MODEL, input="q")]
+    assert [event.text for event in told] == ["", "", "one", ""]
+    assert told[-1].response == events[-1]["response"] and decode(told[1].raw) == events[1]
+    whole = await client.respond_once(model=MODEL, input="q")
+    assert (whole.text, whole.status, whole.usage) == ("one", "completed", {"output_tokens": 1})
+    pieces = [event async for event in client.message(model=MODEL, messages=MESSAGES, max_tokens=5)]
+    assert [piece.text for piece in pieces] == ["", "", "two", "", "", ""]
+    assert pieces[4].usage == {"output_tokens": 1}
+    answer = await client.message_once(model=MODEL, messages=MESSAGES, max_tokens=5)
+    assert (answer.text, answer.stop_reason, answer.content[1]["type"]) == ("two", "tool_use", "tool_use")
+    embedded = await client.embed(model=MODEL, input=["q"])
+    assert [it.embedding for it in embedded.data] == [[0.5, 1.0]]
+    endpoints = ["responses"] * 2 + ["messages"] * 2 + ["embeddings"]
+    assert [request.endpoint for request in service.submitted] == endpoints
+    assert [decode(request.body)["stream"] for request in service.submitted] == [True, False, True, False, False]
+
+
 async def test_many_streams_share_one_inbox_and_stay_apart(service: Service, client: Client) -> None:
     count = 200
 

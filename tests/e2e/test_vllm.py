@@ -161,6 +161,32 @@ async def test_the_internal_client_gets_the_same_text_and_usage(vllm_stack: Stac
         assert stream.usage.completion_tokens == answer["usage"]["completion_tokens"]
 
 
+async def test_the_internal_client_speaks_every_api(vllm_stack: Stack) -> None:
+    """The same greedy answer, streamed and whole, by each API; then vectors."""
+    greedy: dict[str, Any] = {"model": MODEL, "temperature": 0}
+    async with Client(vllm_stack.run.nats_url, tenant="demo") as client:
+        chat = await client.chat_once(**GREEDY)
+        response = await client.respond_once(**greedy, input=FRANCE[0]["content"], max_output_tokens=40)
+        message = await client.message_once(**greedy, messages=FRANCE, max_tokens=40)
+        assert "Paris" in chat.text == response.text == message.text
+        assert response.status == "completed" and message.stop_reason == "end_turn"
+        assert chat.usage and response.usage and message.usage
+        assert chat.usage["completion_tokens"] == response.usage["output_tokens"] == message.usage["output_tokens"]
+        events = client.respond(**greedy, input=FRANCE[0]["content"], max_output_tokens=40)
+        blocks = client.message(**greedy, messages=FRANCE, max_tokens=40)
+        for stream, last in ((events, "response.completed"), (blocks, "message_stop")):
+            parts = [event async for event in stream]
+            assert "".join(part.text for part in parts) == chat.text and len(parts) > 5
+            assert parts[-1].type == last
+            assert stream.usage is not None
+            assert stream.usage.completion_tokens == chat.usage["completion_tokens"]
+        text = await client.complete_once(**greedy, prompt="Once upon a time", max_tokens=6)
+        assert [chunk.text async for chunk in client.complete(**greedy, prompt="Once upon a time", max_tokens=6)]
+        assert text.text and text.usage
+        vectors = await client.embed(model="embedder", input=["Hello world", "Paris"])
+        assert [len(it.embedding) for it in vectors.data] == [576, 576] and vectors.usage
+
+
 def test_a_usage_row_holds_what_vllm_reported(vllm_stack: Stack) -> None:
     made = vllm_stack.cli_json("tenant", "create", "booked")
     key = vllm_stack.cli_json("key", "create", made["name"])["key"]
@@ -194,23 +220,75 @@ def test_tools_are_called_with_arguments_that_obey_their_schema(vllm_stack: Stac
     for call in whole.tool_calls:
         assert call.type == "function" and call.function.name == "remember_city"
         assert set(json.loads(call.function.arguments)) == {"city", "people"}
-    pieces = [it for chunk in chunks if chunk.choices for it in chunk.choices[0].delta.tool_calls or ()]
-    for index in {piece.index for piece in pieces}:  # C37: each call's id and name come once, on its first piece
-        own = [piece for piece in pieces if piece.index == index]
-        assert own[0].id and own[0].function and own[0].function.name == "remember_city"
-        assert not any(piece.id or (piece.function and piece.function.name) for piece in own[1:])
-        arguments = "".join((piece.function and piece.function.arguments) or "" for piece in own)
-        assert set(json.loads(arguments)) == {"city", "people"}
-        assert len(own) > 2
-    assert {piece.index for piece in pieces} == set(range(len(whole.tool_calls)))
+    calls = calls_of(chunks)
+    assert list(calls) == list(range(len(whole.tool_calls)))
+    for _, name, arguments in calls.values():
+        assert name == "remember_city" and set(json.loads(arguments)) == {"city", "people"}
 
 
-def test_auto_lets_the_model_choose_and_a_call_that_is_cut_ends_by_length(vllm_stack: Stack) -> None:
-    answer = post(vllm_stack, **GREEDY | {"tools": TOOLS, "tool_choice": "auto"})
-    assert answer["choices"][0]["finish_reason"] in ("stop", "length", "tool_calls")
-    choice = {"type": "function", "function": {"name": "remember_city"}}
-    cut = post(vllm_stack, **GREEDY | {"tools": TOOLS, "tool_choice": choice, "max_tokens": 4})
-    assert cut["choices"][0]["finish_reason"] == "length"
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TWO_CALLS: dict[str, Any] = GREEDY | {
+    "messages": [{"role": "user", "content": "How is the weather in Paris, and how in Rome?"}],
+    "tools": [{"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}],
+    "tool_choice": "auto",
+    "max_tokens": 200,
+}
+CALL = r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": "(Paris|Rome)"\}\}\n</tool_call>'
+FORCED: dict[str, Any] = {"structured_outputs": {"regex": CALL + CALL}, "min_tokens": 40, "logit_bias": {"2": 100}}
+"""Two calls of a model that by itself makes none. Beside tools, vLLM lets an answer be calls or obey the expression;
+the end (token 2) is the likeliest next token wherever it may come, and may not before the second call."""
+
+
+def test_c37_two_calls_in_one_answer_stay_apart(vllm_stack: Stack) -> None:
+    with sdk(vllm_stack) as client:
+        whole = client.chat.completions.create(**TWO_CALLS, extra_body=FORCED).choices[0]
+        chunks = list(client.chat.completions.create(**TWO_CALLS, extra_body=FORCED, stream=True))
+    assert whole.finish_reason == "tool_calls" and whole.message.content is None
+    cities = [json.loads(call.function.arguments)["city"] for call in whole.message.tool_calls or ()]  # type: ignore[union-attr]
+    choices = [chunk.choices[0] for chunk in chunks]
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["tool_calls"]
+    assert not any(choice.delta.content for choice in choices)
+    calls = calls_of(chunks)
+    assert [json.loads(arguments)["city"] for _, _, arguments in calls.values()] == cities and len(cities) == 2
+    assert list(calls) == [0, 1]
+    assert {name for _, name, _ in calls.values()} == {"get_weather"}
+    ids = [id_ for id_, _, _ in calls.values()] + [call.id for call in whole.message.tool_calls or ()]
+    assert len(set(ids)) == 4
+
+
+def test_c37_a_call_that_is_cut_ends_by_length(vllm_stack: Stack) -> None:
+    cut = TWO_CALLS | {"max_tokens": 55}
+    with sdk(vllm_stack) as client:
+        whole = client.chat.completions.create(**cut, extra_body=FORCED)
+        chunks = list(client.chat.completions.create(**cut, extra_body=FORCED, stream=True))
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage is not None and whole.usage.completion_tokens == 55
+    assert [it.choices[0].finish_reason for it in chunks if it.choices[0].finish_reason] == ["length"]
+    calls = calls_of(chunks)
+    assert list(calls) == [0, 1]
+    assert json.loads(calls[0][2]).keys() == {"city"}
+    with pytest.raises(ValueError):
+        json.loads(calls[1][2])
+
+
+def calls_of(chunks: list[Any]) -> dict[int, tuple[str, str, str]]:
+    """Streamed calls by index: id, name, joined arguments. Id and name come once each, on the first piece."""
+    calls: dict[int, tuple[str, str, str]] = {}
+    for piece in (it for chunk in chunks if chunk.choices for it in chunk.choices[0].delta.tool_calls or ()):
+        arguments = piece.function.arguments or ""
+        if piece.index in calls:
+            assert not piece.id and not piece.function.name
+            id_, name, before = calls[piece.index]
+            calls[piece.index] = (id_, name, before + arguments)
+        else:
+            assert piece.id and piece.function.name
+            calls[piece.index] = (piece.id, piece.function.name, arguments)
+    return calls
 
 
 @pytest.mark.parametrize("stream", [True, False])
