@@ -24,7 +24,7 @@ from contracts.messages import (
     TenantLimits,
     TenantRecord,
 )
-from gateway import body
+from gateway import body, fields
 from gateway.auth import Directory
 from gateway.config import GatewayConfig
 
@@ -65,9 +65,9 @@ class TenantChange(Strict, frozen=True, kw_only=True):
     disabled: bool | msgspec.UnsetType = msgspec.UNSET
 
     def apply(self, record: TenantRecord) -> TenantRecord:
-        fields = _given(self, without=("limits", "model_limits"))
-        if "priorities" in fields:
-            fields["priorities"] = tuple(fields["priorities"])
+        given = _given(self, without=("limits", "model_limits"))
+        if "priorities" in given:
+            given["priorities"] = tuple(given["priorities"])
         own = dict(record.model_limits)
         for model, change in self.model_limits.items():
             if change is None:
@@ -75,7 +75,7 @@ class TenantChange(Strict, frozen=True, kw_only=True):
             else:
                 own[model] = msgspec.structs.replace(own.get(model, TenantLimits()), **_given(change))
         limits = msgspec.structs.replace(record.limits, **_given(self.limits))
-        return msgspec.structs.replace(record, limits=limits, model_limits=own, **fields)
+        return msgspec.structs.replace(record, limits=limits, model_limits=own, **given)
 
 
 class NewTenant(TenantChange, frozen=True, kw_only=True):
@@ -111,8 +111,8 @@ class Admin:
         return [
             Route("/admin/v1/tenants", self.tenants, methods=["GET"]),
             Route("/admin/v1/tenants", self.create_tenant, methods=["POST"]),
-            Route("/admin/v1/tenants/{name}", self.tenant, methods=["GET"]),
-            Route("/admin/v1/tenants/{name}", self.change_tenant, methods=["PATCH"]),
+            Route("/admin/v1/tenants/{name:path}", self.tenant, methods=["GET"]),
+            Route("/admin/v1/tenants/{name:path}", self.change_tenant, methods=["PATCH"]),
             Route("/admin/v1/keys", self.keys, methods=["GET"]),
             Route("/admin/v1/keys", self.create_key, methods=["POST"]),
             Route("/admin/v1/keys/{id}", self.revoke_key, methods=["DELETE"]),
@@ -195,31 +195,30 @@ class Admin:
         try:
             return msgspec.json.decode(data, type=kind)
         except msgspec.ValidationError as error:
-            raise HeadraceError("invalid_request", f"{error}") from error
+            raise fields.invalid(error) from error
         except (msgspec.DecodeError, RecursionError) as error:
             raise HeadraceError("invalid_json", f"The body is not JSON: {error}") from error
 
 
 def _given(change: msgspec.Struct, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    fields = msgspec.structs.asdict(change)
     return {
         name: value
-        for name, value in fields.items()
+        for name, value in msgspec.structs.asdict(change).items()
         if value is not msgspec.UNSET and name not in without and name != "name"
     }
 
 
 def _whole(record: msgspec.Struct) -> dict[str, Any]:
     """Every field, also those that the wire form leaves out."""
-    fields: dict[str, Any] = {}
+    whole: dict[str, Any] = {}
     for name, value in msgspec.structs.asdict(record).items():
         if isinstance(value, msgspec.Struct):
-            fields[name] = _whole(value)
+            whole[name] = _whole(value)
         elif isinstance(value, dict):
-            fields[name] = {k: _whole(v) if isinstance(v, msgspec.Struct) else v for k, v in value.items()}
+            whole[name] = {k: _whole(v) if isinstance(v, msgspec.Struct) else v for k, v in value.items()}
         else:
-            fields[name] = value
-    return fields
+            whole[name] = value
+    return whole
 
 
 def _limits(manifest: Manifest) -> dict[str, Any]:

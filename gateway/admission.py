@@ -27,7 +27,7 @@ from contracts.messages import (
     RequestEnvelope,
     TenantRecord,
 )
-from gateway import threads, validation
+from gateway import json_shape, threads, validation
 from gateway.auth import Identity
 from gateway.catalog import Catalog, Model
 
@@ -93,7 +93,7 @@ class Admission:
         Raises HeadraceError.
         """
         large = len(memoryview(data)) > LARGE_BYTES
-        body = await threads.run(large, validation.decode, data)
+        body = await threads.run(large, json_shape.decode, data)
         if model and body.setdefault("model", model) != model:
             raise HeadraceError(
                 "invalid_request", "model: The body names another model than the subject.", param="model"
@@ -131,7 +131,7 @@ class Admission:
 
     async def count(self, identity: Identity, data: bytes) -> int:
         """Prompt tokens of a body of the Messages API, whose output limit is of no account. Raises HeadraceError."""
-        body = await threads.run(len(data) > LARGE_BYTES, validation.decode, data)
+        body = await threads.run(len(data) > LARGE_BYTES, json_shape.decode, data)
         entry = self._catalog.resolve(validation.model_of(body), identity.tenant)
         _, prompts = await _counted(entry, "messages", body | {"max_tokens": 2**31 - 1}, len(data))
         return sum(prompts)

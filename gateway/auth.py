@@ -100,15 +100,25 @@ class Directory:
 
 
 def _secret(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The one credential, a bearer's or Anthropic's ``x-api-key``; empty when there is none, or more than one."""
-    given = [(name, value.strip()) for name, value in headers if name in (b"authorization", b"x-api-key")]
-    if len(given) != 1:
-        return b""
-    name, secret = given[0]
-    if name == b"authorization":
-        scheme, _, secret = secret.partition(b" ")
-        secret = secret.strip() if scheme.lower() == b"bearer" else b""
+    """The one credential, a bearer's or Anthropic's ``x-api-key``; empty when there is none, or two that differ.
+
+    The same one twice is fine: Anthropic's SDK sends both headers when both of its variables are set. An empty header
+    counts as none.
+    """
+    given = {secret for name, value in headers if (secret := _credential(name, value)) is not None}
+    secret = given.pop() if len(given) == 1 else b""
     return secret if len(secret) <= SECRET_BYTES_MAX else b""
+
+
+def _credential(name: bytes, value: bytes) -> bytes | None:
+    """What a header gives as a credential, empty when it is none that is understood; None when it gives nothing."""
+    value = value.strip()
+    if not value or name not in (b"authorization", b"x-api-key"):
+        return None
+    if name == b"x-api-key":
+        return value
+    scheme, _, secret = value.partition(b" ")
+    return secret.strip() if scheme.lower() == b"bearer" else b""
 
 
 def _decoded(codec: Codec[M], name: str, entry: KvEntry | None) -> M | None:

@@ -1,6 +1,7 @@
 """Reading a request's body under bounds on size, time and inflation, before anything of it is parsed."""
 
 import asyncio
+import codecs
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
@@ -18,14 +19,14 @@ class CallerLeft(Exception):
 
 
 async def read(headers: Iterable[tuple[bytes, bytes]], receive: Receive, *, bytes_max: int, s_max: float) -> bytes:
-    """The whole body, inflated when it came as gzip.
+    """The whole body, inflated when it came as gzip, and without a byte order mark.
 
     Raises HeadraceError: unsupported_media_type, request_too_large (as soon as it is known), request_timeout;
     and CallerLeft.
     """
     given = dict(headers)
     _check_type(given.get(b"content-type", b""))
-    gzipped = _is_gzip(given.get(b"content-encoding", b""))
+    gzipped = _is_gzip(b",".join(value for name, value in headers if name == b"content-encoding"))
     length = given.get(b"content-length", b"")
     if length.isdigit() and int(length) > bytes_max:
         raise _too_large(bytes_max)
@@ -34,7 +35,8 @@ async def read(headers: Iterable[tuple[bytes, bytes]], receive: Receive, *, byte
             data = await _gather(receive, bytes_max)
     except TimeoutError:
         raise HeadraceError("request_timeout", f"The request body did not arrive within {s_max:g} seconds.") from None
-    return await _inflate(data, bytes_max) if gzipped else data
+    data = await _inflate(data, bytes_max) if gzipped else data
+    return data.removeprefix(codecs.BOM_UTF8)
 
 
 async def _gather(receive: Receive, bytes_max: int) -> bytes:
@@ -64,33 +66,34 @@ def _check_type(value: bytes) -> None:
 
 
 def _is_gzip(value: bytes) -> bool:
-    coding = value.strip().lower()
-    if coding in (b"", b"identity"):
+    codings = [coding for part in value.split(b",") if (coding := part.strip().lower()) not in (b"", b"identity")]
+    if not codings:
         return False
-    if coding in (b"gzip", b"x-gzip"):
+    if len(codings) == 1 and codings[0] in (b"gzip", b"x-gzip"):
         return True
     raise HeadraceError("unsupported_media_type", "The only Content-Encoding that is understood is gzip.")
 
 
 async def _inflate(data: bytes, bytes_max: int) -> bytes:
+    """One or more gzip members, as RFC 1952 has a file."""
     inflater = zlib.decompressobj(wbits=31)
     pieces: list[bytes] = []
     size = 0
-    while not inflater.eof:
+    while data or not inflater.eof:
+        if inflater.eof:
+            inflater = zlib.decompressobj(wbits=31)
         try:
             piece = inflater.decompress(data, _INFLATE_STEP)
         except zlib.error as error:
             raise HeadraceError("invalid_request", "The body is not valid gzip.") from error
-        data = inflater.unconsumed_tail
-        if not piece and not data:
-            break
+        data = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
+        if not piece and not data and not inflater.eof:
+            raise HeadraceError("invalid_request", "The body's gzip ends too early.")
         size += len(piece)
         if size > bytes_max:
             raise _too_large(bytes_max)
         pieces.append(piece)
         await asyncio.sleep(0)
-    if not inflater.eof or inflater.unused_data:
-        raise HeadraceError("invalid_request", "The body is not one whole gzip member.")
     return b"".join(pieces)
 
 

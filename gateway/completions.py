@@ -201,6 +201,7 @@ async def _write_events(
     if failure is None:
         data += forms.done
     else:
+        metrics.REFUSALS.labels(failure.code).inc()
         data += forms.error_event(failure, stream.request_id, stream.attempt, stream.chunks)
     caller.let_go()
     await send({"type": "http.response.body", "body": data, "more_body": False})
@@ -216,7 +217,7 @@ async def _write_answer(exchange: Exchange, stream: Stream, caller: Caller, endi
 
 
 def _deadline_ms(headers: Headers) -> int | None:
-    given = [value for name, value in headers if name == b"x-headrace-deadline-ms"]
+    given = [value.strip() for name, value in headers if name == b"x-headrace-deadline-ms"]
     if not given:
         return None
     if len(given) == 1 and given[0].isdigit() and 0 < int(given[0][:12]) <= DEADLINE_MS_MAX:

@@ -154,8 +154,10 @@ class Exchange:
 def _client_request_id(headers: Headers) -> str:
     """The caller's own id, when it is fit to be echoed and recorded."""
     for name, value in headers:
-        if name == b"x-request-id" and 0 < len(value) <= CLIENT_ID_CHARS_MAX and all(0x20 < b < 0x7F for b in value):
-            return value.decode("ascii")
+        if name == b"x-request-id":
+            value = value.strip()  # The parser leaves white space that stands behind a value.
+            if 0 < len(value) <= CLIENT_ID_CHARS_MAX and all(0x20 < byte < 0x7F for byte in value):
+                return value.decode("ascii")
     return ""
 
 

@@ -8,22 +8,11 @@ from msgspec import Meta
 
 from contracts.errors import HeadraceError
 
-STOPS_MAX = 16
-BIASES_MAX = 1024
-
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Text = Annotated[str, Meta(min_length=1)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Repetition = Annotated[float, Meta(gt=0, le=2)]
-Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-LogprobCount = Annotated[int, Meta(ge=0, le=20)]
-Stops = Annotated[list[Text], Meta(max_length=STOPS_MAX)]
-StopIds = Annotated[list[int], Meta(max_length=STOPS_MAX)]
-Bias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=BIASES_MAX)]
 
 T = TypeVar("T")
 
@@ -48,14 +37,13 @@ def check_temperature(value: float | None) -> None:
         refuse("temperature", "Use 0 for greedy sampling; a temperature below 0.00001 overflows.")
 
 
-def check_token_ids(bias: Bias | None, stop_ids: list[int] | None, vocabulary: int) -> None:
-    for key in bias or ():
-        # isdecimal alone would let other scripts' digits through.
-        if not (key.isascii() and key.isdecimal()) or int(key[:12]) >= vocabulary:
-            refuse("logit_bias", f"{key[:24]!r} is not a token id below {vocabulary}.")
-    for token in stop_ids or ():
-        if not 0 <= token < vocabulary:
-            refuse("stop_token_ids", f"{token} is not a token id below {vocabulary}.")
+def check_tool_choice(choice: str | None, named: str | None, tools: list[str], *, where: str = "tool_choice") -> None:
+    """``choice`` is a mode, or None beside the name of a function; ``tools`` are the names of those that there are."""
+    if named is not None:
+        if named not in tools:
+            refuse(where, "'tool_choice' names a function that is not among 'tools'.")
+    elif not tools and choice not in (None, "none", "auto"):
+        refuse(where, "'tool_choice' needs 'tools'.")
 
 
 def travelling(fields: dict[str, Any], kind: type[msgspec.Struct], left_out: set[str]) -> dict[str, Any]:
@@ -64,7 +52,7 @@ def travelling(fields: dict[str, Any], kind: type[msgspec.Struct], left_out: set
 
 
 _PATH = re.compile(r" - at `\$?(?P<path>[^`]*)`\Z")
-_MISSING = re.compile(r"missing required field `(?P<field>[^`]+)`")
+_FIELD = re.compile(r"(missing required|unknown) field `(?P<field>[^`]+)`")
 
 
 def converted(fields: dict[str, Any], kind: type[T]) -> T:
@@ -72,14 +60,19 @@ def converted(fields: dict[str, Any], kind: type[T]) -> T:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        text = str(error)
-        path = _PATH.search(text)
-        steps = [path["path"].lstrip(".")] if path is not None and path["path"] else []
-        if missing := _MISSING.search(text):
-            steps.append(missing["field"])
-        param = ".".join(steps).replace("[...]", "") or None
-        reason = _PATH.sub("", text)
-        raise HeadraceError("invalid_request", f"{param}: {reason}." if param else f"{reason}.", param=param) from error
+        raise invalid(error) from error
+
+
+def invalid(error: msgspec.ValidationError) -> HeadraceError:
+    """What msgspec found wrong, with the field's path as ``param``."""
+    text = str(error)
+    path = _PATH.search(text)
+    steps = [path["path"].lstrip(".")] if path is not None and path["path"] else []
+    if field := _FIELD.search(text):
+        steps.append(field["field"])
+    param = ".".join(steps).replace("[...]", "") or None
+    reason = _PATH.sub("", text)
+    return HeadraceError("invalid_request", f"{param}: {reason}." if param else f"{reason}.", param=param)
 
 
 def refuse(param: str, message: str) -> NoReturn:

@@ -10,19 +10,21 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from gateway.constraints import Budget, check_schema
 from gateway.fields import (
     Positive,
-    Stops,
     Temperature,
     Text,
     TopK,
     TopP,
     Valid,
     check_temperature,
+    check_tool_choice,
     converted,
     refuse,
     travelling,
 )
+from gateway.sampling import Stops
 
 BILLING_HEADER = "x-anthropic-billing-header"
 """Claude Code's first system text, which vLLM leaves out."""
@@ -107,13 +109,7 @@ def validate(fields: dict[str, Any]) -> Valid:
         if isinstance(message.content, list):
             for number, block in enumerate(message.content):
                 _check_block(f"messages[{index}].content[{number}]", message.role, block)
-    choice = body.tool_choice
-    if choice is not None and choice.type in ("any", "tool"):
-        names = [tool.name for tool in body.tools or ()]
-        if not names:
-            refuse("tool_choice", "'tool_choice' needs 'tools'.")
-        if choice.type == "tool" and choice.name not in names:
-            refuse("tool_choice.name", "'tool_choice' names a tool that is not among 'tools'.")
+    _check_constraints(body)
     thinking = body.thinking
     if thinking is not None and thinking.type == "enabled":
         if thinking.budget_tokens is None:
@@ -127,6 +123,18 @@ def validate(fields: dict[str, Any]) -> Valid:
         choices=1,
         max_output_tokens=body.max_tokens,
     )
+
+
+def _check_constraints(body: _Body) -> None:
+    tools, choice, budget = body.tools or [], body.tool_choice, Budget()
+    if choice is not None:
+        named = choice.name or "" if choice.type == "tool" else None
+        check_tool_choice(choice.type, named, [tool.name for tool in tools])
+    if choice is None or choice.type != "none":
+        for index, tool in enumerate(tools):
+            check_schema(f"tools[{index}].input_schema", tool.input_schema, budget)
+    if body.output_config is not None and body.output_config.format is not None:
+        check_schema("output_config.format.schema", body.output_config.format.schema, budget)
 
 
 def _check_block(where: str, role: str, block: _Block) -> None:

@@ -102,17 +102,20 @@ class ChatTemplate:
         if not self._knows_developer and any(message["role"] == "developer" for message in messages):
             messages = _developer_to_system(messages)
         tools = [_tool(tool) for tool in fields["tools"]] if "tools" in fields else None
+        if continued := fields.get("continue_final_message", False):
+            _mark_end(messages[-1])
         try:
-            return self._template.render(
+            text = self._template.render(
                 {
                     **self._special_tokens,
                     **self._extras(fields),
                     "messages": messages,
                     "tools": tools,
                     "documents": None,
-                    "add_generation_prompt": True,
+                    "add_generation_prompt": fields.get("add_generation_prompt", True),
                 }
             )
+            return _up_to_mark(text) if continued else text
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise HeadraceError(
                 "invalid_request",
@@ -149,6 +152,24 @@ class ChatTemplate:
         if "name" in message:
             normal["name"] = message["name"]
         return normal
+
+
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+"""As transformers has it: what follows it in the text belongs to the template, not to the message."""
+
+
+def _mark_end(message: dict[str, Any]) -> None:
+    content = message["content"]
+    if isinstance(content, str):
+        message["content"] = content + _MARK
+    elif content:
+        content[-1] = content[-1] | {"text": content[-1]["text"] + _MARK}
+
+
+def _up_to_mark(text: str) -> str:
+    """Raises ValueError when the template swallowed the message's end."""
+    at = text.rindex(_MARK.strip())
+    return text[:at] if text.startswith(_MARK, at) else text[:at].rstrip()
 
 
 def _wants_system_first(source: str) -> bool:

@@ -10,27 +10,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.fields import (
-    Bias,
-    LogprobCount,
-    Penalty,
-    Positive,
-    Repetition,
-    Seed,
-    Share,
-    StopIds,
-    Stops,
-    Temperature,
-    Text,
-    TopK,
-    TopP,
-    Valid,
-    check_temperature,
-    check_token_ids,
-    converted,
-    refuse,
-    travelling,
-)
+from gateway.constraints import Budget, check_schema
+from gateway.fields import Positive, Text, Valid, check_tool_choice, converted, refuse, travelling
+from gateway.json_shape import check_text
+from gateway.sampling import LogprobCount, Sampling
 
 _STATEFUL = {
     "background": "Answers in the background are not offered.",
@@ -85,30 +68,13 @@ class _TextConfig(msgspec.Struct):
     format: _Format | None = None
 
 
-class _Body(msgspec.Struct, kw_only=True):
-    model: str
+class _Body(Sampling, kw_only=True):
     input: str | Annotated[list[_Item], Meta(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Positive | None = None
-    stream: bool | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: Share | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Repetition | None = None
-    seed: Seed | None = None
-    stop: Text | Stops | None = None
-    stop_token_ids: StopIds | None = None
-    logit_bias: Bias | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: LogprobCount | None = None
     text: _TextConfig | None = None
-    structured_outputs: dict[str, Any] | None = None
     tools: list[_Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -124,15 +90,17 @@ def validate(fields: dict[str, Any], vocabulary: int) -> Valid:
         if fields.get(name):
             refuse(name, why)
     body = converted(fields, _Body)
-    check_temperature(body.temperature)
-    check_token_ids(body.logit_bias, body.stop_token_ids, vocabulary)
+    budget = Budget()
+    body.check(vocabulary, budget)
     if isinstance(body.input, list):
         for index, item in enumerate(body.input):
             _check_item(f"input[{index}]", item)
     form = body.text.format if body.text is not None else None
-    if form is not None and form.type == "json_schema" and (form.schema is None or form.name is None):
-        refuse("text.format", "The type 'json_schema' needs a 'name' and a 'schema'.")
-    _check_tool_choice(body)
+    if form is not None and form.type == "json_schema":
+        if form.schema is None or form.name is None:
+            refuse("text.format", "The type 'json_schema' needs a 'name' and a 'schema'.")
+        check_schema("text.format.schema", form.schema, budget)
+    _check_tools(body, budget)
     left_out = {"max_output_tokens"} if body.tools else {"max_output_tokens", "tool_choice", "parallel_tool_calls"}
     return Valid(
         fields=travelling(fields, _Body, left_out),
@@ -149,6 +117,8 @@ def _check_item(where: str, item: _Item) -> None:
         refuse(where, "A message needs a 'role' and 'content'.")
     if item.type == "function_call" and None in (item.call_id, item.name, item.arguments):
         refuse(where, "A function call needs 'call_id', 'name' and 'arguments'.")
+    if item.arguments is not None:
+        check_text(f"{where}.arguments", item.arguments)
     if item.type == "function_call_output" and None in (item.call_id, item.output):
         refuse(where, "A function call's output needs 'call_id' and 'output'.")
     if item.encrypted_content:
@@ -160,13 +130,13 @@ def _check_item(where: str, item: _Item) -> None:
                 refuse(f"{where}.{name}[{number}]", f"A part of the type {part.type!r} needs its text.")
 
 
-def _check_tool_choice(body: _Body) -> None:
-    choice = body.tool_choice
-    if not body.tools:
-        if choice not in (None, "none", "auto"):
-            refuse("tool_choice", "'tool_choice' needs 'tools'.")
-    elif isinstance(choice, _ToolChoice) and choice.name not in [tool.name for tool in body.tools]:
-        refuse("tool_choice", "'tool_choice' names a function that is not among 'tools'.")
+def _check_tools(body: _Body, budget: Budget) -> None:
+    tools, choice = body.tools or [], body.tool_choice
+    named = choice.name if isinstance(choice, _ToolChoice) else None
+    check_tool_choice(None if isinstance(choice, _ToolChoice) else choice, named, [tool.name for tool in tools])
+    if choice != "none":
+        for index, tool in enumerate(tools):
+            check_schema(f"tools[{index}].parameters", tool.parameters or {}, budget)
 
 
 def chat(fields: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import http
 import logging
+import re
 import socket
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +14,7 @@ import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from contracts import errors
+from contracts import errors, ids
 from gateway.config import GatewayConfig
 from gateway.edge import App
 
@@ -25,8 +28,19 @@ UNACKED_MS_MAX = 60_000
 """A peer that takes no byte for so long is gone (TCP_USER_TIMEOUT; counts a closed window, too)."""
 
 
+_UPGRADE = re.compile(rb"(?i)\r\nupgrade:")
+
+
+class _HeadTooLarge(Exception):
+    pass
+
+
 class Protocol(HttpToolsProtocol):
-    """HTTP/1.1 with bounds on the size and the time of a request's head, and errors in OpenAI's shape."""
+    """HTTP/1.1 with bounds on the size and the time of a request's head, and errors in OpenAI's shape.
+
+    An offer to upgrade is as if absent: Java's client offers HTTP/2 with every first request, and the parser would
+    take the body behind such a head for the other protocol.
+    """
 
     _head_bytes = 0
     _in_head = True
@@ -45,6 +59,9 @@ class Protocol(HttpToolsProtocol):
         if self._in_head:
             self._head_bytes += len(data)
             self._start_head_timer()
+            head, end, rest = data.partition(b"\r\n\r\n")
+            if _UPGRADE.search(head):
+                data = b"%b%b%b" % (_UPGRADE.sub(b"\r\nx-offered-upgrade:", head), end, rest)
         super().data_received(data)
         if self._in_head and self._head_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
             self._refuse(431, "The request's headers are too large.")
@@ -55,6 +72,8 @@ class Protocol(HttpToolsProtocol):
         self._start_head_timer()
 
     def on_headers_complete(self) -> None:
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > HEAD_BYTES_MAX:
+            raise _HeadTooLarge
         self._in_head = False
         self._head_bytes = 0
         self._stop_head_timer()
@@ -81,14 +100,20 @@ class Protocol(HttpToolsProtocol):
             self._refuse(408, f"The request's headers did not arrive within {HEAD_S_MAX:g} seconds.")
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, msg)
+        """Called while the parser's error is handled; ours is its context."""
+        error = sys.exc_info()[1]
+        if error is not None and isinstance(error.__context__, _HeadTooLarge):
+            self._refuse(431, "The request's headers are too large.")
+        else:
+            self._refuse(400, msg)
 
     def _refuse(self, status: int, message: str) -> None:
         code = "request_timeout" if status == 408 else "invalid_request"
         body = msgspec.json.encode(errors.body(code, message))
         self.transport.write(
-            b"HTTP/1.1 %d \r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
-            % (status, len(body), body)
+            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %b\r\n"
+            b"connection: close\r\n\r\n%b"
+            % (status, http.HTTPStatus(status).phrase.encode(), len(body), ids.request_id().encode(), body)
         )
         self.transport.close()
 

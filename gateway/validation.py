@@ -5,7 +5,6 @@ struct names is ignored and does not travel, and with it those that no caller ma
 ``request_id``, ``kv_transfer_params``, ``vllm_xargs``). Values that only an engine would trip over are refused here.
 """
 
-import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,34 +14,15 @@ from contracts.errors import HeadraceError
 from contracts.messages import Endpoint, Manifest
 from contracts.simulated import simulate_field
 from gateway import messages_api, responses_api
-from gateway.fields import (
-    Bias,
-    LogprobCount,
-    Penalty,
-    Positive,
-    Repetition,
-    Seed,
-    Share,
-    StopIds,
-    Stops,
-    Temperature,
-    Text,
-    TopK,
-    TopP,
-    Valid,
-    check_temperature,
-    check_token_ids,
-    converted,
-    refuse,
-    travelling,
-)
+from gateway.constraints import Budget, ResponseFormat, check_schema
+from gateway.fields import Positive, Text, Valid, check_tool_choice, converted, refuse, travelling
+from gateway.json_shape import check_text
+from gateway.sampling import LogprobCount, Sampling, check_token_ids
 
-NESTING_MAX = 64
-"""Levels of a body; the same on every Python, and far below what any decoder trips over."""
-CONTAINERS_MAX = 200_000
-"""Objects and lists of a body: millions of them would cost seconds of garbage collection (measured)."""
 CHOICES_MAX = 128
 """Answers that one request may ask for: prompts times ``n``."""
+BAD_WORDS_MAX = 128
+ALLOWED_MAX = 1024
 INPUTS_MAX = 2048
 """Texts of one embeddings request, as OpenAI has it."""
 VOCABULARY_MAX = 1 << 20
@@ -54,25 +34,20 @@ class _StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class _ResponseFormat(msgspec.Struct):
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: dict[str, Any] | None = None
-
-
 class _Part(msgspec.Struct):
-    type: Literal["text", "input_text", "output_text", "refusal"]
+    type: Literal["text", "refusal"]
     text: str | None = None
     refusal: str | None = None
 
 
 class _Call(msgspec.Struct):
     name: Text
-    arguments: str | dict[str, Any] | None = None
+    arguments: str
 
 
 class _ToolCall(msgspec.Struct):
     function: _Call
-    id: str | None = None
+    id: str
     type: Literal["function"] = "function"
 
 
@@ -107,32 +82,18 @@ class _ToolChoice(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-class _Body(msgspec.Struct, kw_only=True):
+class _Body(Sampling, kw_only=True):
     """Fields that both endpoints have."""
 
-    model: str
-    stream: bool | None = None
     stream_options: _StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
     max_tokens: Positive | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: Share | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: Repetition | None = None
-    seed: Seed | None = None
-    stop: Text | Stops | None = None
-    stop_token_ids: StopIds | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    skip_special_tokens: bool | None = None
+    bad_words: Annotated[list[Text], Meta(max_length=BAD_WORDS_MAX)] | None = None
+    allowed_token_ids: Annotated[list[int], Meta(min_length=1, max_length=ALLOWED_MAX)] | None = None
+    prompt_logprobs: LogprobCount | None = None
     spaces_between_special_tokens: bool | None = None
-    logit_bias: Bias | None = None
-    response_format: _ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     simulate: dict[str, Any] | None = None
@@ -148,6 +109,9 @@ class _ChatBody(_Body, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -155,7 +119,7 @@ class _CompletionBody(_Body, kw_only=True):
     prompt: str | list[Any]
     logprobs: LogprobCount | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Positive | None = None
     suffix: str | None = None
 
 
@@ -166,45 +130,15 @@ class _EmbeddingBody(msgspec.Struct, kw_only=True):
     dimensions: Positive | None = None
 
 
-def decode(data: bytes | msgspec.Raw) -> dict[str, Any]:
-    """The JSON object in ``data``; raises HeadraceError (invalid_json, invalid_request)."""
-    check_shape(data)
-    try:
-        body = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise HeadraceError("invalid_json", f"The body is not valid JSON: {error}.") from error
-    if not isinstance(body, dict):
-        raise HeadraceError("invalid_request", "The body must be a JSON object.")
-    return body
+_GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
+"""vLLM's former names, which it no longer looks at, for kinds of ``structured_outputs``."""
 
-
-_QUOTED = re.compile(rb'"[^"]*"')
-_NO_BRACKET = bytes(set(range(256)) - set(b'[]{}"'))
-_ONE_KIND = bytes.maketrans(b"{}", b"[]")
-
-
-def check_shape(data: bytes | msgspec.Raw) -> None:
-    """Raises HeadraceError when ``data`` is nested deeper than NESTING_MAX or has more than CONTAINERS_MAX parts.
-
-    Without recursion: strings are cut out, and what remains of brackets loses its innermost level in each round.
-    """
-    data = bytes(data)
-    if data.count(b"[") + data.count(b"{") <= NESTING_MAX:
-        return
-    plain = data.replace(rb"\\", b"").replace(rb"\"", b"").translate(_ONE_KIND, _NO_BRACKET)
-    plain = plain.replace(b'""', b"")  # Whether it is a string without brackets, or one's end and another's start.
-    if plain.count(b'"') > 2 * CONTAINERS_MAX:
-        raise HeadraceError("invalid_request", "The body holds too many values.")
-    brackets = _QUOTED.sub(b"", plain)
-    if len(brackets) > 2 * CONTAINERS_MAX:
-        raise HeadraceError("invalid_request", f"The body holds more than {CONTAINERS_MAX} objects and lists.")
-    for _ in range(NESTING_MAX):
-        inner = brackets.replace(b"[]", b"")
-        if len(inner) == len(brackets):
-            break  # Nothing pairs: not JSON, which the decoder says better, unless there is much of it.
-        brackets = inner
-    if len(brackets) > NESTING_MAX or b"[]" in brackets:
-        raise HeadraceError("invalid_request", f"The body is nested deeper than {NESTING_MAX} levels.")
+_NOT_OFFERED = {
+    "functions": "Send 'tools' instead.",
+    "use_beam_search": "Beam search is not offered.",
+    "truncate_prompt_tokens": "Prompts are not cut: send what fits the model's context.",
+}
+"""Fields that would change the answer, so that ignoring them would be a lie."""
 
 
 def model_of(body: dict[str, Any]) -> str:
@@ -225,27 +159,35 @@ def validate(endpoint: Endpoint, body: dict[str, Any], manifest: Manifest, vocab
         return responses_api.validate(fields, vocabulary or VOCABULARY_MAX)
     if endpoint == "embeddings":
         return _valid_embeddings(fields, vocabulary or VOCABULARY_MAX)
+    for name, instead in _NOT_OFFERED.items():
+        if fields.get(name):
+            refuse(name, f"This field is not supported. {instead}")
+    _rename_guided(fields)
+    vocabulary, budget = vocabulary or VOCABULARY_MAX, Budget()
     if endpoint == "chat/completions":
         chat = converted(fields, _ChatBody)
-        _check_chat(chat)
+        _check_chat(chat, budget)
         prompts, asked = 1, [chat.max_tokens, chat.max_completion_tokens]
         common: _Body = chat
     else:
         completion = converted(fields, _CompletionBody)
-        prompts, asked = _check_completion(completion, vocabulary or VOCABULARY_MAX), [completion.max_tokens]
+        prompts, asked = _check_completion(completion, vocabulary), [completion.max_tokens]
         common = completion
-    _check_common(common, vocabulary or VOCABULARY_MAX)
+    _check_common(common, manifest, vocabulary, budget)
     choices = prompts * (common.n or 1)
     if choices > CHOICES_MAX:
         refuse("n", f"{prompts} prompts times n = {common.n or 1} is more than {CHOICES_MAX} answers.")
-    stated = [limit for limit in asked if limit is not None]
+    limit = min((limit for limit in asked if limit is not None), default=None)
+    least = common.min_tokens or 0
+    if limit is not None and least > limit:
+        refuse("min_tokens", f"This is more than the {limit} tokens that the answer may have.")
     script = simulate_field(fields)
     return Valid(
         fields=_travelling(fields, common),
         stream=bool(common.stream),
         choices=choices,
-        max_output_tokens=min(stated) if stated else None,
-        least_output_tokens=max(1, len(script.script() or ())) if script is not None else 1,
+        max_output_tokens=limit,
+        least_output_tokens=max(1, least, len(script.script() or ()) if script is not None else 0),
         prompt_field="messages" if endpoint == "chat/completions" else "prompt",
     )
 
@@ -268,7 +210,7 @@ def _valid_embeddings(fields: dict[str, Any], vocabulary: int) -> Valid:
 def _present(body: dict[str, Any]) -> dict[str, Any]:
     """The body without nulls and empty options; nulls inside messages are left out, too."""
     fields = {name: value for name, value in body.items() if value is not None}
-    for name in ("tools", "stop", "logit_bias", "stop_token_ids"):
+    for name in ("tools", "stop", "logit_bias", "stop_token_ids", "bad_words"):
         if name in fields and fields[name] in ([], {}):
             del fields[name]
     if isinstance(messages := fields.get("messages"), list):
@@ -279,6 +221,13 @@ def _present(body: dict[str, Any]) -> dict[str, Any]:
             for message in messages
         ]
     return fields
+
+
+def _rename_guided(fields: dict[str, Any]) -> None:
+    for name in _GUIDED.keys() & fields.keys():
+        if "structured_outputs" in fields:
+            refuse(name, "Give one constraint, in 'structured_outputs'.")
+        fields["structured_outputs"] = {_GUIDED[name]: fields.pop(name)}
 
 
 def _travelling(fields: dict[str, Any], body: _Body) -> dict[str, Any]:
@@ -299,20 +248,35 @@ def _check_simulate(fields: dict[str, Any], manifest: Manifest) -> None:
         refuse("simulate", "Only models of the simulated engine understand 'simulate'.")
 
 
-def _check_common(body: _Body, vocabulary: int) -> None:
-    check_token_ids(body.logit_bias, body.stop_token_ids, vocabulary)
-    check_temperature(body.temperature)
-    form = body.response_format
-    if form is not None and form.type == "json_schema" and form.json_schema is None:
-        refuse("response_format.json_schema", "The type 'json_schema' needs a 'json_schema'.")
+def _check_common(body: _Body, manifest: Manifest, vocabulary: int, budget: Budget) -> None:
+    body.check(vocabulary, budget)
+    check_token_ids("allowed_token_ids", body.allowed_token_ids, vocabulary)
+    if not all(map(str.strip, body.bad_words or ())):
+        refuse("bad_words", "A word is more than white space.")
+    if body.prompt_logprobs is not None and body.stream:
+        refuse("prompt_logprobs", "These are not to be had with 'stream': true.")
+    if manifest.engine == "vllm" and body.temperature == 0 and (body.n or 1) > 1:
+        refuse("n", "With a temperature of 0 all answers are the same: ask for one.")
+    if body.response_format is not None:
+        body.response_format.check("response_format", budget)
+        if body.structured_outputs is not None and body.response_format.type != "text":
+            refuse("structured_outputs", "Give 'response_format' or 'structured_outputs', not both.")
 
 
-def _check_chat(body: _ChatBody) -> None:
+def _check_chat(body: _ChatBody, budget: Budget) -> None:
     for index, message in enumerate(body.messages):
         _check_message(f"messages[{index}]", message)
     if body.top_logprobs and not body.logprobs:
         refuse("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
-    _check_tool_choice(body)
+    if body.continue_final_message and (body.add_generation_prompt is not False or body.messages[-1].content is None):
+        refuse("continue_final_message", "This needs content to continue, and 'add_generation_prompt': false.")
+    tools, choice = body.tools or [], body.tool_choice
+    named = choice.function.name if isinstance(choice, _ToolChoice) else None
+    mode = None if isinstance(choice, _ToolChoice) else choice
+    check_tool_choice(mode, named, [tool.function.name for tool in tools])
+    if choice != "none":
+        for index, tool in enumerate(tools):
+            check_schema(f"tools[{index}].function.parameters", tool.function.parameters or {}, budget)
 
 
 def _check_message(where: str, message: _Message) -> None:
@@ -320,20 +284,12 @@ def _check_message(where: str, message: _Message) -> None:
         refuse(f"{where}.content", f"A message with the role {message.role!r} needs content.")
     if message.tool_calls and message.role != "assistant":
         refuse(f"{where}.tool_calls", "Only messages with the role 'assistant' may hold tool calls.")
+    for number, call in enumerate(message.tool_calls or ()):
+        check_text(f"{where}.tool_calls[{number}].function.arguments", call.function.arguments)
     if isinstance(message.content, list):
         for number, part in enumerate(message.content):
             if (part.refusal if part.type == "refusal" else part.text) is None:
                 refuse(f"{where}.content[{number}]", f"A part of the type {part.type!r} needs its text.")
-
-
-def _check_tool_choice(body: _ChatBody) -> None:
-    if body.tools is None:
-        if body.tool_choice not in (None, "none", "auto"):
-            refuse("tool_choice", "'tool_choice' needs 'tools'.")
-    elif isinstance(body.tool_choice, _ToolChoice) and not any(
-        tool.function.name == body.tool_choice.function.name for tool in body.tools
-    ):
-        refuse("tool_choice", "'tool_choice' names a function that is not among 'tools'.")
 
 
 def _check_completion(body: _CompletionBody, vocabulary: int) -> int:

@@ -340,13 +340,11 @@ async def test_c15_odd_credentials_are_401(world: World, header: bytes) -> None:
     await raw.close()
 
 
-async def test_c15_the_scheme_has_no_case_and_one_header_counts(world: World) -> None:
+async def test_c15_the_scheme_has_no_case(world: World) -> None:
     for scheme in ("bearer", "BEARER", "Bearer "):
         response = await world.client.get("/v1/models", headers={"authorization": f"{scheme} {K1}"})
         assert response.status_code == 200
-    twice = [("authorization", f"Bearer {K1}"), ("authorization", f"Bearer {K1}")]
     async with httpx.AsyncClient(base_url=world.url) as client:
-        assert (await client.get("/v1/models", headers=twice)).status_code == 401
         assert (await client.get("/v1/models")).status_code == 401
 
 

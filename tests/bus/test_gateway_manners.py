@@ -1,14 +1,16 @@
 """HTTP manners of the edge that no client library shows: slow heads, idle connections, pipelining, stray bytes."""
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from gateway import server
-from tests.bus.gateway_world import BASE, K1, Raw, World, encode, serve
+from tests.bus.gateway_world import BASE, CHAT, K1, K2, Raw, World, encode, serve
 
 
 @pytest.fixture
@@ -99,3 +101,98 @@ async def test_pipelined_requests_are_answered_in_order(world: World) -> None:
         statuses.append(status)
     assert statuses == [200, 404, 200]
     await raw.close()
+
+
+@pytest.mark.parametrize("framing", ["content-length: {size}", "transfer-encoding: chunked"])
+@pytest.mark.parametrize("together", [True, False])
+async def test_an_offer_to_upgrade_does_not_cost_the_body(world: World, framing: str, together: bool) -> None:
+    """As Java's client sends every first request over plain HTTP."""
+    raw = await Raw.open(world)
+    body = encode(BASE)
+    offer = "connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA"
+    sent = body if "length" in framing else b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    for _ in range(2):
+        head = f"POST {CHAT} HTTP/1.1\r\n{offer}\r\n{framing.format(size=len(body))}"
+        if together:
+            await raw.send(head, sent)
+        else:
+            await raw.send(head)
+            await asyncio.sleep(0.05)
+            raw.writer.write(sent)
+        status, headers = await asyncio.wait_for(raw.head(), 5)
+        await raw.reader.readexactly(int(headers["content-length"]))
+        assert status == 200
+    await raw.close()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 70_000 + b"\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nhost: x\r\n" + b"x: y\r\n" * 12_000 + b"\r\n",
+        b"GET /v1/models/" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+    ],
+)
+async def test_a_large_head_is_431_however_it_arrives(world: World, head: bytes) -> None:
+    for pieces in ([head], [head[at : at + 9000] for at in range(0, len(head), 9000)]):
+        raw = await Raw.open(world)
+        for piece in pieces:
+            raw.writer.write(piece)
+            await asyncio.sleep(0.001)
+        status, headers = await asyncio.wait_for(raw.head(), 5)
+        assert (status, len(headers["x-request-id"])) == (431, 36)
+        await raw.close()
+
+
+@pytest.mark.parametrize("name", ["x-headrace-deadline-ms", "x-request-id"])
+async def test_white_space_behind_a_headers_value_is_not_part_of_it(world: World, name: str) -> None:
+    raw = await Raw.open(world)
+    body = encode(BASE)
+    await raw.send(f"POST {CHAT} HTTP/1.1\r\n{name}: 5000 \t\r\ncontent-length: {len(body)}", body)
+    status, headers = await asyncio.wait_for(raw.head(), 5)
+    assert status == 200
+    assert world.admissions[0].deadline_ms == (5000 if "deadline" in name else None)
+    assert headers.get("x-client-request-id") == (None if "deadline" in name else "5000")
+    await raw.close()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([("authorization", f"Bearer {K1}"), ("x-api-key", K1)], 200),
+        ([("authorization", f"Bearer {K1}"), ("authorization", f"bearer {K1}")], 200),
+        ([("authorization", f"Bearer {K1}"), ("x-api-key", "")], 200),
+        ([("authorization", ""), ("x-api-key", K1)], 200),
+        ([("authorization", "Bearer"), ("x-api-key", K1)], 401),
+        ([("authorization", f"Bearer {K1}"), ("x-api-key", K2)], 401),
+        ([("authorization", f"Bearer {K1}"), ("authorization", f"Bearer {K2}")], 401),
+        ([("authorization", f"Basic {K1}"), ("x-api-key", K1)], 401),
+        ([("x-api-key", ""), ("authorization", "")], 401),
+    ],
+)
+async def test_credentials_may_come_twice_but_not_differ(
+    world: World, headers: list[tuple[str, str]], status: int
+) -> None:
+    async with httpx.AsyncClient(base_url=world.url) as client:
+        assert (await client.get("/v1/models", headers=headers)).status_code == status
+
+
+async def test_c24_gzip_members_and_a_byte_order_mark_are_taken(world: World) -> None:
+    body, bom = encode(BASE), b"\xef\xbb\xbf"
+    whole = gzip.compress(body)
+    for data, coding, status in (
+        (gzip.compress(body[:9]) + gzip.compress(b"") + gzip.compress(body[9:]), "gzip", 200),
+        (whole, "gzip, identity", 200),
+        (gzip.compress(bom + body), "gzip", 200),
+        (bom + body, "", 200),
+        (whole + b"x", "gzip", 400),
+        (whole + whole[:-5], "gzip", 400),
+        (whole[:5], "gzip", 400),
+        (b"", "gzip", 400),
+        (bom, "", 400),
+        (gzip.compress(whole), "gzip, gzip", 415),
+    ):
+        response = await world.client.post(CHAT, content=data, headers={"content-encoding": coding})
+        assert response.status_code == status, (data, coding)
+    twice = [("content-encoding", "gzip"), ("content-encoding", "identity")]
+    assert (await world.client.post(CHAT, content=whole, headers=twice)).status_code == 200

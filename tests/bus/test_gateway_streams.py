@@ -424,8 +424,11 @@ async def test_c38_a_shutdown_lets_streams_finish_and_ends_the_rest(nats_url: st
 
         await until(ready)
         world.gateway.stop()
-        await asyncio.sleep(0.05)
-        assert (await world.client.get("/health/ready")).status_code == 503
+
+        async def unready() -> bool:
+            return await world.status_of("/health/ready") == 503
+
+        await until(unready)
         assert (await world.client.get("/health/live")).status_code == 200
         refused = await world.post(BASE)
         assert (refused.status_code, error_of(refused)["code"]) == (503, "shutting_down")

@@ -333,9 +333,11 @@ async def test_batches_go_on_after_a_restart_and_end_with_the_connection(
     nats: NatsServer, bus: Bus, connect: Connect
 ) -> None:
     closing = await connect()
+    begun: set[int] = set()
     written: set[int] = set()
 
     async def write(messages: list[Incoming]) -> None:
+        begun.update(int(m.data) for m in messages)
         await asyncio.sleep(0.05)
         acked = await asyncio.gather(*(message.ack() for message in messages))
         written.update(int(m.data) for m, ok in zip(messages, acked, strict=True) if ok)
@@ -347,6 +349,6 @@ async def test_batches_go_on_after_a_restart_and_end_with_the_connection(
     await publish(bus, *range(1, 20))
     await eventually(lambda: written == set(range(20)))
     await publish(bus, 20)
-    await asyncio.sleep(0.07)
+    await eventually(lambda: 20 in begun)
     await closing.close()
     assert 20 in written

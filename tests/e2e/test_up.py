@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -181,7 +182,7 @@ def test_a_second_ctrl_c_does_not_wait(start_stack: StartStack) -> None:
             next(response.iter_lines())
             started = time.monotonic()
             stack.process.send_signal(signal.SIGINT)
-            time.sleep(0.5)
+            until(lambda: "stopping" in stack.output.read_text(), "it has heard the first one")
             stack.stop(signal.SIGINT)
             assert time.monotonic() - started < 15
     assert not any(alive(pid) for pid in pids)
@@ -214,3 +215,25 @@ def test_what_dies_comes_back(start_stack: StartStack, role: str) -> None:
 
     until(served, f"a chat is answered after the death of {role}", 60)
     assert stack.run.pids[role] == after
+
+
+def test_a_wiped_store_is_filled_again(start_stack: StartStack) -> None:
+    """The streams, the model, and both keys that ``headrace up`` gave away."""
+    stack = start_stack()
+    before = stack.run
+    assert answer(stack).status_code == 200
+    os.kill(before.pids["nats"][0], signal.SIGKILL)
+    shutil.rmtree(stack.data_dir / "nats" / "store")
+
+    def served() -> bool:
+        try:
+            with stack.client(before.admin_key) as client:
+                tenants = client.get("/admin/v1/tenants")
+            return tenants.is_success and answer(stack).status_code == 200
+        except (httpx.HTTPError, LookupError):
+            return False
+
+    until(served, "both keys work again", 60)
+    run = stack.run
+    assert (run.key, run.admin_key) == (before.key, before.admin_key)
+    assert stack.cli_json("tenant", "list") and stack.cli_json("queue")[0]["model"] == stack.model

@@ -14,7 +14,7 @@ import pytest
 
 from compose import processes
 from compose.config import ComposeError, Role
-from compose.processes import Ports, Restarts, Spec, Supervisor
+from compose.processes import Child, Ports, Restarts, Spec, Supervisor
 
 
 async def always_ready() -> str:
@@ -44,9 +44,9 @@ def spec(
     )
 
 
-def supervisor(changed: Callable[[], None] = lambda: None) -> tuple[Supervisor, list[str]]:
+def supervisor(restarted: Callable[[Child], None] = lambda _: None) -> tuple[Supervisor, list[str]]:
     said: list[str] = []
-    return Supervisor(changed=changed, say=said.append), said
+    return Supervisor(restarted=restarted, say=said.append), said
 
 
 async def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
@@ -87,8 +87,8 @@ def test_one_ready_life_starts_the_count_of_failures_anew() -> None:
 
 
 async def test_a_killed_child_is_started_again_and_told(tmp_path: Path) -> None:
-    changes: list[int] = []
-    keeper, said = supervisor(lambda: changes.append(1))
+    restarted: list[Child] = []
+    keeper, said = supervisor(restarted.append)
     child = keeper.add(spec(tmp_path, SLEEP))
     await keeper.wait_ready([child])
     first = child.pid
@@ -96,7 +96,7 @@ async def test_a_killed_child_is_started_again_and_told(tmp_path: Path) -> None:
     os.kill(first, signal.SIGKILL)
     await until(lambda: child.pid not in (None, first))
     await keeper.wait_ready([child])
-    assert len(changes) == 1 and "SIGKILL" in said[0]
+    assert restarted == [child] and "SIGKILL" in said[0]
     second = child.pid
     await keeper.stop(["worker"])
     assert second is not None and not alive(first) and not alive(second)
@@ -197,7 +197,7 @@ async def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
         from compose.processes import Spec, Supervisor
         async def ready() -> str: return ""
         async def main() -> None:
-            keeper = Supervisor(changed=lambda: None, say=print)
+            keeper = Supervisor(restarted=lambda _: None, say=print)
             child = keeper.add(Spec(name="worker-0", role="worker", command=["sleep", "600"],
                 environment=dict(os.environ), log=Path({str(tmp_path / "log")!r}), probe=ready, grace_s=1))
             print(child.pid, flush=True)

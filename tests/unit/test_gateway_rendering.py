@@ -102,11 +102,46 @@ def test_a_template_cannot_reach_out() -> None:
         render("{{ messages.__class__.__mro__[1].__subclasses__() }}", HISTORY)
 
 
+PREFILLED: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "u"}, {"role": "assistant", "content": "Once upon "}],
+    [{"role": "user", "content": "u"}, {"role": "assistant", "content": [{"type": "text", "text": "a"}] * 2}],
+    [{"role": "user", "content": "u"}, {"role": "assistant", "content": ""}],
+]
+TRIMMING = CHATML.replace("message['content']", "(message['content'] | trim)")
+
+
+def test_an_answer_can_be_continued() -> None:
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    start = "<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n"
+    assert render(CHATML, PREFILLED[0], **fields) == f"{start}Once upon "
+    assert render(TRIMMING, PREFILLED[0], **fields) == f"{start}Once upon"
+    assert render(CHATML, PREFILLED[1], **fields) == f"{start}a\na"
+    assert render(CHATML, PREFILLED[0], add_generation_prompt=False).endswith("Once upon <|im_end|>\n")
+    with pytest.raises(HeadraceError):
+        render("{{ messages[0].content }}", PREFILLED[0], **fields)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", [CHATML, PARTS, TRIMMING])
+@pytest.mark.parametrize("messages", PREFILLED)
+@pytest.mark.parametrize("continued", [True, False])
+def test_a_continued_answer_agrees_with_vllm(source: str, messages: list[dict[str, Any]], continued: bool) -> None:
+    expected = rendered_by_vllm(source, messages, add_generation_prompt=False, continue_final_message=continued)
+    fields = {"continue_final_message": continued, "add_generation_prompt": False}
+    assert render(source, messages, **fields) == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("source", [CHATML, PARTS, MACRO, ROLES])
 @pytest.mark.parametrize("messages", [HISTORY, HISTORY[:3], LATE_SYSTEM, LATE_SYSTEM[1:3]])
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_rendering_agrees_with_vllm(source: str, messages: list[dict[str, Any]], tools: Any) -> None:
+    expected = rendered_by_vllm(source, messages, tools, add_generation_prompt=True)
+    fields = {"tools": tools} if tools else {}
+    assert render(source, messages, **fields) == expected
+
+
+def rendered_by_vllm(source: str, messages: list[dict[str, Any]], tools: Any = None, **options: bool) -> str:
     chat_utils = pytest.importorskip("vllm.renderers.chat_utils", reason="vLLM is not installed")
     from transformers.utils.chat_template_utils import render_jinja_template
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
@@ -119,11 +154,8 @@ def test_rendering_agrees_with_vllm(source: str, messages: list[dict[str, Any]],
     if any(m["role"] == "developer" for m in conversation) and not hf._detect_developer_role_support(source):
         conversation = hf._consolidate_system_messages(hf._convert_developer_to_system(conversation))
     dumped = [ChatCompletionToolsParam(**tool).model_dump() for tool in tools] if tools else None
-    [expected], _ = render_jinja_template(
-        [conversation], tools=dumped, chat_template=source, add_generation_prompt=True, bos_token="<s>"
-    )
-    fields = {"tools": tools} if tools else {}
-    assert render(source, messages, **fields) == expected
+    [text], _ = render_jinja_template([conversation], tools=dumped, chat_template=source, bos_token="<s>", **options)
+    return str(text)
 
 
 # Counting --------------------------------------------------------------------------------------------------

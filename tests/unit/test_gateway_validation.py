@@ -8,7 +8,7 @@ import pytest
 
 from contracts.errors import HeadraceError
 from contracts.messages import Endpoint, Manifest
-from gateway import validation
+from gateway import json_shape, validation
 from gateway.admission import output_limit
 
 SIMULATED = Manifest(name="m", version="1", engine="simulated", context=4096, default_output_tokens=16)
@@ -20,7 +20,7 @@ TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
 def check(
     body: dict[str, Any], endpoint: Endpoint = "chat/completions", manifest: Manifest = SIMULATED
 ) -> validation.Valid:
-    return validation.validate(endpoint, validation.decode(json.dumps(body).encode()), manifest, None)
+    return validation.validate(endpoint, json_shape.decode(json.dumps(body).encode()), manifest, None)
 
 
 def refused(body: dict[str, Any], endpoint: Endpoint = "chat/completions", **options: Any) -> HeadraceError:
@@ -48,12 +48,12 @@ def refused(body: dict[str, Any], endpoint: Endpoint = "chat/completions", **opt
 )
 def test_c06_a_lone_surrogate_is_refused(lone: str, body: str) -> None:
     with pytest.raises(HeadraceError, match="not valid JSON") as caught:
-        validation.decode((body % lone).encode())
+        json_shape.decode((body % lone).encode())
     assert caught.value.code == "invalid_json"
 
 
 def test_c06_a_pair_is_a_character() -> None:
-    body = validation.decode(b'{"model":"m","prompt":"\\ud83d\\ude00"}')
+    body = json_shape.decode(b'{"model":"m","prompt":"\\ud83d\\ude00"}')
     assert body["prompt"] == "😀"
 
 
@@ -63,14 +63,14 @@ def test_c06_a_pair_is_a_character() -> None:
 )
 def test_what_is_not_json_is_refused(data: bytes) -> None:
     with pytest.raises(HeadraceError) as caught:
-        validation.decode(data)
+        json_shape.decode(data)
     assert caught.value.code == "invalid_json"
 
 
 @pytest.mark.parametrize("data", [b"[]", b"1", b"null", b'"x"'])
 def test_json_that_is_no_object_is_refused(data: bytes) -> None:
     with pytest.raises(HeadraceError, match="JSON object"):
-        validation.decode(data)
+        json_shape.decode(data)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_json_that_is_no_object_is_refused(data: bytes) -> None:
 def test_c13_nesting_is_bounded_and_brackets_in_text_do_not_count(data: bytes, deep: bool) -> None:
     if deep:
         with pytest.raises(HeadraceError, match="nested deeper"):
-            validation.decode(data)
+            json_shape.decode(data)
     else:
-        assert validation.decode(data)
+        assert json_shape.decode(data)
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,13 @@ def test_c13_nesting_is_bounded_and_brackets_in_text_do_not_count(data: bytes, d
 )
 def test_the_number_of_values_is_bounded(data: bytes) -> None:
     with pytest.raises(HeadraceError, match="The body holds"):
-        validation.decode(data)
+        json_shape.decode(data)
 
 
 def test_many_plain_texts_and_numbers_are_fine() -> None:
-    assert validation.decode(b'{"x":[' + b'"a","",1,' * 100_000 + b"1]}")
-    assert validation.decode(b'{"x":["' + b"[{" * 300_000 + b'"]}')
-    assert validation.decode(b'{"x":[' + b'"[",' * 300_000 + b"1]}")
+    assert json_shape.decode(b'{"x":[' + b'"a","",1,' * 100_000 + b"1]}")
+    assert json_shape.decode(b'{"x":["' + b"[{" * 300_000 + b'"]}')
+    assert json_shape.decode(b'{"x":[' + b'"[",' * 300_000 + b"1]}")
 
 
 @pytest.mark.parametrize("depth", [1000, 2000])
@@ -122,7 +122,7 @@ def test_c13_nesting_is_refused_wherever_it_stands(depth: int, place: str) -> No
         "response_format": f'{{"type":"json_schema","json_schema":{{"name":"s","schema":{deep}}}}}',
     }.get(place, deep)
     with pytest.raises(HeadraceError, match="nested deeper"):
-        validation.decode(f'{{"model":"m","prompt":"x","{place}":{value}}}'.encode())
+        json_shape.decode(f'{{"model":"m","prompt":"x","{place}":{value}}}'.encode())
 
 
 def test_c13_fifty_levels_work() -> None:
@@ -163,7 +163,7 @@ def test_c13_fifty_levels_work() -> None:
         ("stop", "", "stop"),
         ("stop", [""], "stop"),
         ("stop", ["a", ""], "stop"),
-        ("stop", ["a"] * 17, "stop"),
+        ("stop", ["a"] * 5, "stop"),
         ("stop", [1], "stop"),
         ("logit_bias", {"999999999": 5}, "logit_bias"),
         ("logit_bias", {"AI": 1}, "logit_bias"),
@@ -199,7 +199,7 @@ def test_c33_prompts_times_n_is_bounded() -> None:
 
 def test_c22_stop_in_every_form() -> None:
     assert check(BASE | {"stop": "x"}).fields["stop"] == "x"
-    assert check(BASE | {"stop": ["a"] * 5}).fields["stop"] == ["a"] * 5
+    assert check(BASE | {"stop": ["a"] * 4}).fields["stop"] == ["a"] * 4
     for nothing in (None, []):
         assert "stop" not in check(BASE | {"stop": nothing}).fields
 
@@ -294,6 +294,16 @@ def test_c43_message_shapes_of_a_history() -> None:
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].type"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0]"),
         ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [{"type": "input_text", "text": "x"}]}, "messages[0].content[0].type"),
+        ({"role": "assistant", "tool_calls": [{"function": CALL["function"]}]}, "messages[0].tool_calls[0].id"),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f"}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "[" * 2000}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
         ({"content": "x"}, "messages[0].role"),
         ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages[0].tool_calls"),
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "messages[0].tool_calls[0].function.name"),
@@ -369,6 +379,6 @@ def test_a_prompt_without_tokens_is_refused() -> None:
 
 
 def test_large_and_exact_numbers_survive() -> None:
-    body = validation.decode(b'{"model":"m","prompt":"x","seed":9223372036854775807,"temperature":0.1}')
+    body = json_shape.decode(b'{"model":"m","prompt":"x","seed":9223372036854775807,"temperature":0.1}')
     fields = validation.validate("completions", body, SIMULATED, None).fields
     assert msgspec.json.decode(msgspec.json.encode(fields)) == body

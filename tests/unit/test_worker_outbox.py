@@ -158,6 +158,30 @@ async def test_kept_bytes_are_bounded_ended_attempts_first() -> None:
     assert bench.outbox.kept_bytes == 10 * weight
 
 
+async def test_whoever_keeps_most_gives_up_its_oldest_frames() -> None:
+    weight = 1000 + FRAME_BYTES
+    bench = Bench(kept_bytes_max=10 * weight)
+    small, large = bench.outbox.open(request("r1"), 1), bench.outbox.open(request("r2"), 1)
+    chunks(bench, small, 2, size=1000)
+    chunks(bench, large, 20, size=1000)
+    chunks(bench, small, 1, size=1000)
+    assert bench.kept("r1") == [0, 1, 2]
+    assert bench.kept("r2", 13) == list(range(13, 20))
+    assert bench.outbox.kept_bytes == 10 * weight
+
+
+async def test_nothing_follows_the_end() -> None:
+    bench = Bench()
+    stream = bench.outbox.open(request("r1"), 1)
+    async with bench.running():
+        bench.outbox.send(stream, "end")
+        bench.outbox.end(request("r1"), 1)
+        chunks(bench, stream, 3)
+        await bench.outbox.flushed()
+    assert [frame.kind for frame in bench.frames()] == ["end"]
+    assert bench.kept("r1") == [0] and bench.outbox.kept_bytes == FRAME_BYTES
+
+
 async def test_nothing_is_sent_after_close() -> None:
     bench = Bench()
     stream = bench.outbox.open(request(), 1)
