@@ -154,17 +154,18 @@ def die_with(parent: int) -> None:
 
 
 class Supervisor:
-    """Keeps children up until ``stop``; calls ``changed`` after each restart, ``say`` with news for people.
+    """Keeps children up until ``stop``; calls ``restarted`` with each child that was started again, ``say`` with
+    news for people.
 
     ``failed`` resolves with the reason when a child cannot be kept up.
     """
 
-    def __init__(self, *, changed: Callable[[], None], say: Callable[[str], None]) -> None:
+    def __init__(self, *, restarted: Callable[[Child], None], say: Callable[[str], None]) -> None:
         self.children: list[Child] = []
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.hurry = asyncio.Event()
         """Set: stop without any grace."""
-        self._changed = changed
+        self._restarted = restarted
         self._say = say
         self._stopping = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
@@ -236,7 +237,7 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             child.spawn()
-            self._changed()
+            self._restarted(child)
 
     def _give_up(self, child: Child, reason: str) -> None:
         if not self.failed.done():

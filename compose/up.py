@@ -1,7 +1,8 @@
 """``headrace up``: the whole system on one machine, kept up until it is told to stop.
 
 Decides what runs with which settings; compose.processes keeps it running. Order: NATS, topology and records,
-then all services at once; ``run.json`` once a request would be served.
+then all services at once; ``run.json`` once a request would be served. Topology and records are entered again in
+each later life of NATS, which may have lost its store.
 """
 
 import asyncio
@@ -33,6 +34,8 @@ from contracts.messages import Manifest, TenantRecord
 
 START_LIMIT_S = 900.0
 """Until everything is ready; a cold disk and a large model take minutes. A guess."""
+RESTORE_S = 1.0
+"""Between two tries to enter the records again."""
 STOP_ORDER: tuple[Role, ...] = ("gateway", "worker", "scheduler", "ledger", "nats")
 GRACE_S: dict[Role, float] = {"gateway": 35.0, "worker": 35.0, "scheduler": 5.0, "ledger": 15.0, "nats": 5.0}
 """Longer than what the services give themselves to drain."""
@@ -116,7 +119,7 @@ class Stack:
         manifests: list[Manifest],
         terminal: Terminal,
     ) -> None:
-        self.supervisor = Supervisor(changed=self._write_run, say=terminal.say)
+        self.supervisor = Supervisor(restarted=self._restarted, say=terminal.say)
         self._options = options
         self._directory = directory
         self._ports = ports
@@ -129,6 +132,7 @@ class Stack:
         self._gateway_ports = [ports.free(shared=True) for _ in range(options.gateways)]
         self._metrics: dict[str, list[str]] = {}
         self._served = False
+        self._restoring: asyncio.Task[None] | None = None
 
     async def live(self) -> NoReturn:
         """Start everything and stay until something cannot be kept up; raises ComposeError then."""
@@ -154,6 +158,8 @@ class Stack:
     async def stop(self) -> None:
         self._served = False
         self._directory.remove_run()
+        if self._restoring:
+            self._restoring.cancel()
         await self.supervisor.stop(STOP_ORDER)
         self._ports.close()
 
@@ -191,8 +197,8 @@ class Stack:
 
     # What is on the bus before services start --------------------------------------------------------------
 
-    async def _keep_records(self) -> None:
-        """Topology, manifests, and the first tenants and keys."""
+    async def _keep_records(self, *, again: bool = False) -> None:
+        """Topology, manifests, and the first tenants and keys. ``again``: only what is not there."""
         try:
             bus = await Bus.connect(self._nats_url("operator"), name="operator")
         except BusError as error:
@@ -200,10 +206,12 @@ class Stack:
         try:
             for line in await topology.ensure(bus):
                 self._terminal.say(f"note: {line}")
-            if not self._options.nats_url:
+            present = {manifest.name for manifest in await registry.models(bus)} if again else set()
+            if not again and not self._options.nats_url:
                 await registry.keep_only(bus, {manifest.name for manifest in self._manifests})
             for manifest in self._manifests:
-                await registry.put_manifest(bus, manifest)
+                if manifest.name not in present:
+                    await registry.put_manifest(bus, manifest)
             await self._keep_first_keys(bus)
         except BusError as error:
             raise ComposeError(f"NATS refused what Headrace keeps there: {error}") from error
@@ -219,6 +227,24 @@ class Stack:
             if await registry.tenant(bus, tenant) is None:
                 await registry.create_tenant(bus, TenantRecord(name=tenant))
             await registry.keep_key(bus, pepper, secret, tenant, admin=is_admin)
+
+    def _restarted(self, child: Child) -> None:
+        self._write_run()
+        if child.spec.role == "nats":
+            if self._restoring:
+                self._restoring.cancel()  # what it has entered may be lost with the store
+            self._restoring = asyncio.create_task(self._restore(child))
+
+    async def _restore(self, nats: Child) -> None:
+        """Enter the records in a new life of NATS."""
+        while True:
+            await nats.ready.wait()
+            try:
+                await self._keep_records(again=True)
+                return
+            except ComposeError as error:
+                self._terminal.say(f"note: the records are not entered yet: {error}")
+            await asyncio.sleep(RESTORE_S)
 
     # Processes ---------------------------------------------------------------------------------------------
 

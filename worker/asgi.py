@@ -5,6 +5,8 @@ import contextvars
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
+import structlog
+
 Message = MutableMapping[str, Any]
 Application = Callable[
     [Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
@@ -13,6 +15,8 @@ Application = Callable[
 CLOSE_TIMEOUT_S = 2.0
 """How long an application may take to notice that its caller is gone before its task is cancelled. A guess: vLLM
 takes milliseconds, and for ever once its engine is gone."""
+
+_log = structlog.get_logger()
 
 
 class Exchange:
@@ -82,6 +86,8 @@ class Exchange:
         if not self._task.done():
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=CLOSE_TIMEOUT_S)
+        if not self._task.done():
+            _log.error("exchange_not_closed", limit_s=2 * CLOSE_TIMEOUT_S)
 
     async def _next(self) -> Message:
         message = await self._sent.get()

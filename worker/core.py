@@ -1,7 +1,7 @@
 """What a worker decides: which pulled attempts start, when they stop, how each ends, and how much it takes.
 
 Pure: events and the time come in, effects go out, to be performed in order. Not decided here: how frames
-travel (`worker.outbox`), how a terminal event is stored (`worker.service`), what follows a retryable failure
+travel (`worker.outbox`), how a terminal event is stored (`worker.verdict`), what follows a retryable failure
 (the scheduler). No step is made per token: the engine writes an attempt's ``Counts``, and the core reads them
 when it reports or ends the attempt.
 """

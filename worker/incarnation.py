@@ -139,7 +139,8 @@ class Incarnation:
         except (subjects.InvalidName, msgspec.MsgspecError) as error:
             _log.warning("message_malformed", subject=incoming.subject, error=str(error))
             return
-        await incoming.respond(_frames_answer.encode(self.outbox.read(tenant, request)))
+        with contextlib.suppress(BusError):  # who asked asks again
+            await incoming.respond(_frames_answer.encode(self.outbox.read(tenant, request)))
 
     async def _expire(self) -> None:
         while True:

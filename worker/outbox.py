@@ -2,7 +2,7 @@
 
 Frames of one turn of the event loop for one reply subject go out as one message, bounded in size. What went
 out, or could not because the bus was away, is kept for repair until KEEP_S after the attempt's end. The bytes
-kept over all attempts are bounded: ended ones go first, then the oldest frames of running ones.
+kept over all attempts are bounded: ended ones go first, then the oldest frames of whichever keeps the most.
 """
 
 import asyncio
@@ -99,8 +99,11 @@ class Outbox:
         return stream
 
     def send(self, stream: Stream, kind: FrameKind, data: bytes = b"") -> None:
-        """Queue a frame for this turn's message; a chunk too big for one message goes as parts."""
-        if self._closed:
+        """Queue a frame for this turn's message; a chunk too big for one message goes as parts.
+
+        What comes after ``end``, from a generation that did not stop in time, is dropped.
+        """
+        if self._closed or stream.ended_at is not None:
             return
         if kind == "chunk":
             stream.chunks += 1
@@ -226,11 +229,11 @@ class Outbox:
     def _shrink(self) -> None:
         while self._kept_bytes > self._kept_bytes_max and self._ended:
             self._forget_oldest()
-        for stream in self._streams.values():
-            while stream.frames and self._kept_bytes > self._kept_bytes_max:
-                weight = _weight(stream.frames.popleft())
-                stream.kept_bytes -= weight
-                self._kept_bytes -= weight
+        while self._kept_bytes > self._kept_bytes_max:
+            largest = max(self._streams.values(), key=lambda stream: stream.kept_bytes)
+            weight = _weight(largest.frames.popleft())
+            largest.kept_bytes -= weight
+            self._kept_bytes -= weight
 
 
 def _weight(frame: Frame) -> int:

@@ -176,7 +176,8 @@ class Worker:
         self._step(events.GraceEnded())
         await self._until_empty(LAST_S)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._incarnation.outbox.flushed(), LAST_S)
+            async with asyncio.timeout(LAST_S):
+                await self._incarnation.outbox.flushed()
         if self._core.held:
             _log.error("left_behind", held=self._core.held)
 

@@ -41,7 +41,8 @@ async def _try_once(bus: Bus, event: AttemptEvent, data: bytes) -> bool | None:
         return None
     try:
         stored = _event.decode(last.data)
-    except msgspec.MsgspecError:
+    except msgspec.MsgspecError as error:
+        _log.error("event_unreadable", request_id=event.request_id, attempt=event.attempt, error=str(error))
         return False
     return (stored.reporter, stored.worker, stored.outcome) == (event.reporter, event.worker, event.outcome)
 

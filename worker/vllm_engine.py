@@ -165,9 +165,8 @@ class VllmEngine:
         try:
             if parts is None or parts.dead:
                 raise EngineFailure("engine_error", "the engine is not running", retryable=True, engine_death=True)
-            await asyncio.wait_for(parts.round_trip(), self._config.check_timeout_s)
-        except asyncio.CancelledError:
-            raise
+            async with asyncio.timeout(self._config.check_timeout_s):
+                await parts.round_trip()
         except EngineFailure:
             self._suspected = True
             raise
@@ -215,7 +214,7 @@ class VllmEngine:
                     held.clear()
             if record.failure or not done:
                 raise record.failure or EngineFailure("engine_error", "vLLM's stream was cut", retryable=True)
-        except (EngineFailure, asyncio.CancelledError, GeneratorExit):
+        except EngineFailure:
             raise
         except Exception as error:
             failure = EngineFailure("engine_error", f"vLLM failed: {error!r}", retryable=True)
@@ -225,9 +224,14 @@ class VllmEngine:
             await exchange.close()
 
     async def _warm_up(self) -> None:
-        """The first request pays for lazy set-up; let it be ours."""
+        """The first request pays for lazy set-up; let it be ours.
+
+        So does the first with log probabilities, whose kernel is compiled in the engine's loop (20 s and more on a busy
+        CPU): by then the health check takes the engine for dead.
+        """
         endpoint: Endpoint = "embeddings" if self._config.embeds else "completions"
-        body = b'{"input": "Hello"}' if self._config.embeds else b'{"prompt": "Hello", "max_tokens": 2}'
+        text = b'{"prompt": "Hello", "max_tokens": 2, "logprobs": 1, "echo": true}'
+        body = b'{"input": "Hello"}' if self._config.embeds else text
         stream = not self._config.embeds
         job = Job(request_id="warm-up", attempt=0, endpoint=endpoint, body=body, stream=stream, cache_salt="warm-up")
         async for _ in self.generate(job, Counts()):

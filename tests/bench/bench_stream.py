@@ -4,7 +4,8 @@
 
 A whole stack with the simulated engine. The first token's delay is the engine's own 0 ms, so what is measured at the
 client (raw sockets, keep-alive) is ours: aim 5 ms at the median. CPU is that of gateway plus nats-server by /proc,
-heartbeats and all, which without requests are printed alone: aim 40 microseconds per chunk. Machines are shared: look at medians and run it more than once.
+heartbeats and all, which are printed alone too: aim 40 microseconds per chunk. Machines are shared: look at medians
+and run it more than once.
 """
 
 import argparse

@@ -2,11 +2,13 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from contracts import ids, subjects
-from contracts.bus import Bus
+from contracts.bus import Bus, Incoming
 from contracts.messages import (
     AdmissionAnswer,
     AdmissionRequest,
@@ -27,6 +29,16 @@ _admitted = Codec[AdmissionAnswer](AdmissionAnswer)
 _cancel = Codec[CancelRequest](CancelRequest)
 _cancelled = Codec[CancelAnswer](CancelAnswer)
 _envelope = Codec[RequestEnvelope](RequestEnvelope)
+
+
+@asynccontextmanager
+async def heard(cluster: Cluster, subject: str) -> AsyncIterator[None]:
+    """Wait, at the end, until the bus has carried a message on ``subject`` that was sent since the beginning."""
+    messages: list[Incoming] = []
+    async with cluster.bus() as bus:
+        await bus.subscribe(subject, messages.append)
+        yield
+        await until(lambda: messages, f"a message on {subject}")
 
 
 async def open_request(cluster: Cluster) -> str:
@@ -72,9 +84,10 @@ async def test_in_admission(cluster: Cluster, stream: bool) -> None:
     scheduler = cluster.schedulers[0]
     before = await cluster.newest()
     scheduler.freeze()
-    call = cluster.ask(stream=stream, max_tokens=5)
-    await asyncio.sleep(0.4)
-    await call.leave()
+    async with heard(cluster, subjects.admit(MODEL)):
+        call = cluster.ask(stream=stream, max_tokens=5)
+    async with heard(cluster, subjects.cancel(MODEL, TENANT)):
+        await call.leave()
     scheduler.thaw()
     await cluster.quiet()
     await cluster.serves()
@@ -106,8 +119,8 @@ async def test_between_publish_and_queue(cluster: Cluster, stream: bool) -> None
         scheduler.freeze()
         message = envelope(request_id, stream=stream, publish_by_ms=answer.publish_by_ms)
         await bus.store(subjects.request(MODEL, TENANT), _envelope.encode(message), msg_id=request_id)
-        cancelling = asyncio.create_task(cancel(bus, request_id))
-        await asyncio.sleep(0.2)
+        async with heard(cluster, subjects.cancel(MODEL, TENANT)):
+            cancelling = asyncio.create_task(cancel(bus, request_id))
         scheduler.thaw()
         assert await cancelling == CancelAnswer(durable=True, outcome="cancelled")
     (event,) = await cluster.ended(request_id)
@@ -143,8 +156,8 @@ async def test_dispatched_and_not_pulled(cluster: Cluster, stream: bool) -> None
     worker.freeze()
     call = cluster.ask(stream=stream, max_tokens=50)
     await until(lambda: cluster.stored("WORK"), "the request is dispatched")
-    await call.leave()
-    await asyncio.sleep(0.5)
+    async with heard(cluster, subjects.control(worker.joined_as)):
+        await call.leave()
     worker.thaw()
     await cluster.quiet()
     (event,) = await cluster.events_since(before)

@@ -93,9 +93,10 @@ async def test_a_slow_reader_is_cut_off_and_disturbs_nobody(cluster: Cluster) ->
     await cluster.runs(1, 0)
     others = [cluster.ask(max_tokens=80) for _ in range(20)]
     highest_mib = 0.0
-    while not all(call.over for call in others) or not await _is_quiet(cluster):
-        highest_mib = max(highest_mib, gateway.memory_mib())
-        await asyncio.sleep(0.1)
+    async with asyncio.timeout(90):
+        while not all(call.over for call in others) or not await _is_quiet(cluster):
+            highest_mib = max(highest_mib, gateway.memory_mib())
+            await asyncio.sleep(0.1)
     for call in others:
         assert call.complete and call.text == counted(80), call.story()
     gaps = sorted(gap for call in others for gap in call.gaps)
