@@ -64,6 +64,8 @@ HEARD_WITHIN_S = 1.2
 """After a takeover: time in which every live worker and holder has sent two heartbeats."""
 SWEEP_EVERY_S = 60.0
 """Period of the look for messages in WORK that nobody needs: a worker's lost acknowledgement, a late publish."""
+STANDSTILL_S = 30.0
+"""A stream that gives nothing new for so long while it is read has been given up."""
 REPLAY_MS = 70_000
 """Ends read back at a takeover to fill the buckets: a bucket's minute, and some delay."""
 CLOCKS_APART_MS = 5_000
@@ -171,7 +173,7 @@ class Term:
         oldest: list[int] = []
         async for message in self._bus.read(topology.WORK, subjects.work_of(self.model)):
             oldest.append(message.stored_at_ms)
-            if (event := _work_found(message)) is not None:
+            if (event := self._work_found(message)) is not None:
                 work.append(event)
                 if event.item.attempt > 1:  # The ends of the attempts before it count, too.
                     oldest.append(event.item.request.admitted_at_ms - CLOCKS_APART_MS)
@@ -192,7 +194,7 @@ class Term:
             recreate=True,
         )
         stack.push_async_callback(puller.close)
-        await self._until(self._requests_read)
+        await self._until(self._requests_read, lambda: self._last_request_seq)
         return not oldest and self._last_attempt_seq == 0
 
     async def _requests_read(self) -> bool:
@@ -214,7 +216,7 @@ class Term:
 
     async def _catch_up(self) -> None:
         """Wait until every end that is stored by now has been fed."""
-        await self._until(self._attempts_read)
+        await self._until(self._attempts_read, lambda: self._last_attempt_seq)
 
     async def _open(self, *, fresh: bool) -> None:
         """Begin to dispatch: at once on an empty system, else when every live worker knows the epoch."""
@@ -228,8 +230,19 @@ class Term:
 
     async def _read_work(self) -> None:
         async for message in self._bus.read(topology.WORK, subjects.work_of(self.model)):
-            if (event := _work_found(message)) is not None:
+            if (event := self._work_found(message)) is not None:
                 self.feed(event)
+
+    def _work_found(self, message: Incoming) -> ev.WorkFound | None:
+        """What WORK holds, without its body; None when it cannot be read, and then it is dropped."""
+        try:
+            item = WORK_ITEM.decode(message.data)
+        except msgspec.MsgspecError as error:
+            log.error("work_undecodable", subject=message.subject, seq=message.stream_seq, reason=str(error))
+            self._spawn(self._drop(topology.WORK, message.stream_seq))
+            return None
+        request = msgspec.structs.replace(item.request, body=NOTHING)
+        return ev.WorkFound(msgspec.structs.replace(item, request=request), message.stream_seq)
 
     async def _sweep(self) -> None:
         while True:
@@ -239,10 +252,19 @@ class Term:
             except BusError as error:
                 log.warning("work_not_swept", model=self.model, reason=str(error))
 
-    async def _until(self, reached: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
-        async with asyncio.timeout(timeout_s):
-            while not await reached():  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+    async def _until(self, reached: Callable[[], Awaitable[bool]], progress: Callable[[], int]) -> None:
+        """Wait for a stream to be read; raises TimeoutError when that stands still."""
+        at = progress()
+        while True:
+            try:
+                async with asyncio.timeout(STANDSTILL_S):
+                    while not await reached():  # noqa: ASYNC110
+                        await asyncio.sleep(0.005)
+                return
+            except TimeoutError:
+                if progress() == at:
+                    raise
+                at = progress()
 
     # -- what comes in -----------------------------------------------------------------------------------
 
@@ -283,16 +305,6 @@ class Term:
         except msgspec.MsgspecError as error:
             log.error("attempt_undecodable", subject=message.subject, seq=message.stream_seq, reason=str(error))
             return
-        if event.reporter == "scheduler" and event.outcome != "completed":
-            log.info(
-                "attempt_ended_by_scheduler",
-                request_id=event.request_id,
-                attempt=event.attempt,
-                tenant=event.tenant,
-                model=event.model,
-                outcome=event.outcome,
-                code=event.error_code,
-            )
         self.feed(ev.TerminalStored(event))
 
     def _on_heartbeat(self, message: Incoming) -> None:
@@ -437,6 +449,15 @@ class Term:
             try:
                 await self._bus.store(
                     subject, data, msg_id=f"{event.request_id}.{event.attempt}.scheduler", expect_last=0
+                )
+                log.info(
+                    "attempt_ended_by_scheduler",
+                    request_id=event.request_id,
+                    attempt=event.attempt,
+                    tenant=event.tenant,
+                    model=event.model,
+                    outcome=event.outcome,
+                    code=event.error_code,
                 )
                 return
             except WrongSequence:
@@ -589,17 +610,6 @@ class Scheduler:
         self._budgets[seen.tenant] = seen
         for term in self._terms.values():
             term.feed(seen)
-
-
-def _work_found(message: Incoming) -> ev.WorkFound | None:
-    """What WORK holds, without its body; None when it cannot be read."""
-    try:
-        item = WORK_ITEM.decode(message.data)
-    except msgspec.MsgspecError as error:
-        log.error("work_undecodable", subject=message.subject, seq=message.stream_seq, reason=str(error))
-        return None
-    request = msgspec.structs.replace(item.request, body=NOTHING)
-    return ev.WorkFound(msgspec.structs.replace(item, request=request), message.stream_seq)
 
 
 class _Closable(Protocol):
