@@ -16,14 +16,15 @@ import threading
 import time
 import uuid
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import structlog
 
-from ledger import metrics, sql
+from ledger import metrics, sql, wire
 
 log = structlog.get_logger(__name__)
 
@@ -62,6 +63,8 @@ _CLIENT_SETTING = re.compile(
 )
 """Settings that a client may send: how answers look. Others are ignored: those of templates and schemas read and
 write files (``output_format_schema`` too), the rest cannot be changed here."""
+_LOWERED = ("max_execution_time", "max_result_rows", "max_result_bytes")
+"""Limits that a client may make narrower (``Statement.setMaxRows`` of JDBC); with ``result_overflow_mode=break``."""
 _OBJECTS = frozenset({"dataframe", "arrowtable"})
 """What chDB takes for formats and answers with Python's objects."""
 
@@ -73,14 +76,15 @@ _TYPES = {
 }
 
 _STATUS = {
-    **dict.fromkeys((6, 26, 27, 36, 42, 43, 53, 62, 456), 400),
-    **dict.fromkeys((164, 497, 516), 403),
+    **dict.fromkeys((6, 26, 27, 36, 42, 43, 53, 62, 271, 456), 400),
+    **dict.fromkeys((497, 516), 403),
     **dict.fromkeys((46, 47, 60, 73, 81), 404),
     48: 501,
     159: 408,
     202: 503,
 }
-"""ClickHouse's error code -> HTTP status; else 500."""
+"""ClickHouse's error code -> HTTP status; else 500, also for what is not allowed (164): drivers take 403 for a wrong
+password, whose text they read as it is, and any other error for compressed with ``compress=1``."""
 
 
 class Failed(Exception):
@@ -89,6 +93,16 @@ class Failed(Exception):
     def __init__(self, code: int, name: str, text: str) -> None:
         super().__init__(f"Code: {code}. DB::Exception: {text}. ({name})")
         self.code = code
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``kind``: the format's name. ``rows_read``, ``bytes_read``: by the query from tables."""
+
+    kind: str
+    data: bytes
+    rows_read: int
+    bytes_read: int
 
 
 class Door:
@@ -111,8 +125,8 @@ class Door:
 
     def start(self) -> None:
         """Raises OSError when the address cannot be had."""
-        names = self._perform(_NAMES, "TabSeparated", {}, {}, self.database)
-        self._functions = frozenset(names.decode().split())
+        names = self._perform(_NAMES, "TabSeparated", {}, {})
+        self._functions = frozenset(names.data.decode().split())
         self._server = _Server(self._listen, self)
         threading.Thread(target=self._server.serve_forever, name="door", daemon=True).start()
 
@@ -127,8 +141,8 @@ class Door:
         same_user = hmac.compare_digest(user.encode(), self._user)
         return hmac.compare_digest(password.encode(), self._password) and same_user
 
-    def answer(self, query: str, parameters: dict[str, str]) -> tuple[str, bytes]:
-        """Format and bytes of the answer; raises Failed."""
+    def answer(self, query: str, parameters: dict[str, str]) -> Answer:
+        """Raises Failed."""
         database = parameters.get("database") or self.database
         if database not in (self.database, "default"):
             raise Failed(81, "UNKNOWN_DATABASE", f"there is only the database {self.database} here")
@@ -138,10 +152,8 @@ class Door:
         try:
             # What the engine prints of the statement is judged, and is what runs.
             text = {"statement": query.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n")}
-            printed = self._perform(
-                "SELECT formatQuerySingleLine({statement:String})", "TSVRaw", text, {}, self.database
-            )
-            statement = printed.decode().rstrip("\n")
+            printed = self._perform("SELECT formatQuerySingleLine({statement:String})", "TSVRaw", text, {})
+            statement = printed.data.decode().rstrip("\n")
             try:
                 sql.check(statement, self._functions)
             except sql.Forbidden as error:
@@ -151,28 +163,48 @@ class Door:
                 raise Failed(73, "UNKNOWN_FORMAT", f"Unknown format {kind}")
             values = {name[6:]: value for name, value in parameters.items() if name.startswith("param_")}
             settings = {name: value for name, value in parameters.items() if _CLIENT_SETTING.match(name)}
-            return kind, self._perform(statement, kind, values, settings, self.database)
+            return self._perform(statement, kind, values, settings, _limits(parameters))
         finally:
             self._slots.release()
             metrics.DOOR_SECONDS.observe(time.monotonic() - started)
 
-    def _perform(self, query: str, kind: str, values: dict[str, str], settings: dict[str, str], database: str) -> bytes:
+    def _perform(
+        self,
+        query: str,
+        kind: str,
+        values: dict[str, str],
+        settings: dict[str, str],
+        limits: dict[str, str] = LIMITS,
+    ) -> Answer:
         """Run on a handle of its own, which cannot change anything."""
         import chdb
 
         handle = chdb.connect(self._directory)
         try:
-            handle.query(f"USE `{database}`")
+            handle.query(f"USE `{self.database}`")
             for name, value in settings.items():
                 quoted = value.replace("\\", "\\\\").replace("'", "\\'")
                 handle.query(f"SET {name} = '{quoted}'")
-            for name, value in LIMITS.items():
+            for name, value in limits.items():
                 handle.query(f"SET {name} = {value}")
-            return bytes(handle.query(query, kind, params=values).bytes())
+            result = handle.query(query, kind, params=values)
+            return Answer(kind, bytes(result.bytes()), result.rows_read(), result.bytes_read())
         except Exception as error:
             raise _failed(error) from error
         finally:
             handle.close()
+
+
+def _limits(parameters: dict[str, str]) -> dict[str, str]:
+    """LIMITS, narrower where the client asks for it."""
+    limits = dict(LIMITS)
+    for name in _LOWERED:
+        asked = parameters.get(name, "")
+        if asked.isascii() and asked.isdecimal() and 0 < int(asked) < int(LIMITS[name]):
+            limits[name] = asked
+    if parameters.get("result_overflow_mode") == "break":
+        limits["result_overflow_mode"] = "'break'"
+    return limits
 
 
 def _failed(error: Exception) -> Failed:
@@ -182,6 +214,28 @@ def _failed(error: Exception) -> Failed:
         return Failed(1002, "UNKNOWN_EXCEPTION", str(error)[:1000])
     text = re.sub(r"^(Code: \d+\. DB::Exception: )+", "", found[2])
     return Failed(int(found[1]), found[3], text[:2000])
+
+
+def _on(parameters: dict[str, str], name: str) -> bool:
+    return parameters.get(name, "0") not in ("0", "false", "")
+
+
+def _gzipped(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
+    packer = zlib.compressobj(wbits=31, level=3)
+    for piece in pieces:
+        yield packer.compress(piece)
+    yield packer.flush()
+
+
+def _gunzipped(data: bytes) -> bytes:
+    unpacker = zlib.decompressobj(wbits=31)
+    try:
+        plain = unpacker.decompress(data, BODY_BYTES_MAX)
+    except zlib.error as error:
+        raise Failed(271, "CANNOT_DECOMPRESS", str(error)) from error
+    if not unpacker.eof:
+        raise Failed(62, "SYNTAX_ERROR", "the query is too long or cut off")
+    return plain
 
 
 class _Server(ThreadingHTTPServer):
@@ -219,6 +273,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "headrace"
     sys_version = ""
     timeout = IDLE_S
+    disable_nagle_algorithm = True  # the last bytes of an answer are a small write of their own
     server: _Server
 
     def do_GET(self) -> None:
@@ -236,10 +291,10 @@ class _Handler(BaseHTTPRequestHandler):
             parameters = dict(parse_qsl(url.query, keep_blank_values=True, max_num_fields=1000))
             body = read_body()
             if url.path in ("/ping", "/replicas_status") or (self.command == "GET" and self.path == "/"):
-                self._send(200, b"Ok.\n", "text/plain; charset=UTF-8")
+                self._send(200, (b"Ok.\n",), "text/plain; charset=UTF-8")
                 return
             if url.path not in ("", "/"):
-                self._send(404, b"There is no handle here; queries go to /.\n", "text/plain; charset=UTF-8")
+                self._send(404, (b"There is no handle here; queries go to /.\n",), "text/plain; charset=UTF-8")
                 return
             self._query(parameters, body)
         except Failed as error:
@@ -249,27 +304,60 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _query(self, parameters: dict[str, str], body: bytes) -> None:
         self._authenticate(parameters)
-        for name in ("compress", "decompress"):
-            if parameters.get(name, "0") not in ("0", "false", ""):
-                raise Failed(48, "NOT_IMPLEMENTED", f"{name}=1 is not spoken here; switch the client's compression off")
+        compress = _on(parameters, "compress")
+        try:
+            self._answer(parameters, body, compress)
+        except Failed as error:
+            self._fail(error, compress)
+
+    def _answer(self, parameters: dict[str, str], body: bytes, compress: bool) -> None:
+        started = time.monotonic_ns()
+        if _on(parameters, "decompress"):
+            try:
+                body = wire.unpacked(body, BODY_BYTES_MAX)
+            except ValueError as error:
+                raise Failed(271, "CANNOT_DECOMPRESS", str(error)) from error
         parameters.setdefault("default_format", self.headers.get("X-ClickHouse-Format", ""))
         parameters.setdefault("database", self.headers.get("X-ClickHouse-Database", ""))
-        query = "\n".join(part for part in (parameters.get("query", ""), body.decode()) if part.strip())
+        parameters.setdefault("query_id", self.headers.get("X-ClickHouse-Query-Id", ""))
+        try:
+            query = "\n".join(part for part in (parameters.get("query", ""), body.decode()) if part.strip())
+        except UnicodeDecodeError as error:
+            raise Failed(36, "BAD_ARGUMENTS", str(error)) from error
         if not query:
             raise Failed(62, "SYNTAX_ERROR", "there is no query")
-        kind, data = self.server.door.answer(query, parameters)
-        media = next((media for start, media in _TYPES.items() if kind.lower().startswith(start)), "")
-        more = {
-            "X-ClickHouse-Format": kind,
-            "X-ClickHouse-Query-Id": parameters.get("query_id", "")[:100].replace("\n", "").replace("\r", "")
-            or str(uuid.uuid4()),
-            "X-ClickHouse-Summary": json.dumps({"result_bytes": str(len(data))}),
+        answer = self.server.door.answer(query, parameters)
+        pieces: Iterable[bytes | memoryview] = (answer.data,)
+        revision = parameters.get("client_protocol_version", "")
+        if answer.kind.lower() == "native" and revision.isdecimal() and int(revision) >= wire.REVISION_NATIVE:
+            try:
+                pieces = list(wire.native(answer.data))  # all judged before the head of the answer goes out
+            except (ValueError, IndexError) as error:
+                raise Failed(48, "NOT_IMPLEMENTED", str(error)) from error
+        media = next((media for start, media in _TYPES.items() if answer.kind.lower().startswith(start)), "")
+        summary = {
+            "read_rows": answer.rows_read,
+            "read_bytes": answer.bytes_read,
+            "written_rows": 0,
+            "written_bytes": 0,
+            "total_rows_to_read": 0,
+            "result_rows": 0,  # the engine does not say
+            "result_bytes": len(answer.data),
+            "elapsed_ns": time.monotonic_ns() - started,
         }
+        more = {
+            "X-ClickHouse-Format": answer.kind,
+            "X-ClickHouse-Query-Id": re.sub(r"[^\x20-\x7e]", "", parameters["query_id"])[:100] or str(uuid.uuid4()),
+            "X-ClickHouse-Summary": json.dumps(
+                {name: str(value) for name, value in summary.items()}, separators=(",", ":")
+            ),
+        }
+        if compress:
+            pieces = wire.packed(pieces)
         if parameters.get("enable_http_compression") == "1" and "gzip" in self.headers.get("Accept-Encoding", ""):
-            packer = zlib.compressobj(wbits=31, level=3)
-            data = packer.compress(data) + packer.flush()
+            pieces = _gzipped(pieces)
             more["Content-Encoding"] = "gzip"
-        self._send(200, data, media or "application/octet-stream", more)
+        self._send(200, pieces, media or "application/octet-stream", more)
 
     def _authenticate(self, parameters: dict[str, str]) -> None:
         """By Basic, by ClickHouse's headers, or by parameters."""
@@ -304,31 +392,52 @@ class _Handler(BaseHTTPRequestHandler):
                 raise Failed(62, "SYNTAX_ERROR", "the query is too long")
             data = self.rfile.read(length)
         kind = self.headers.get("Content-Type", "").split(";")[0].lower()
-        if kind == "multipart/form-data" or self.headers.get("Content-Encoding", "identity") != "identity":
-            raise Failed(48, "NOT_IMPLEMENTED", "a query comes as plain text here")
-        return data
+        coding = self.headers.get("Content-Encoding", "identity")
+        if kind == "multipart/form-data" or coding not in ("identity", "gzip"):
+            raise Failed(48, "NOT_IMPLEMENTED", "a query comes as text here, plain, gzipped or with decompress=1")
+        return _gunzipped(data) if coding == "gzip" else data
 
-    def _fail(self, error: Failed) -> None:
+    def _fail(self, error: Failed, compress: bool = False) -> None:
         more = {"X-ClickHouse-Exception-Code": str(error.code)}
         status = _STATUS.get(error.code, 500)
         if error.code == 516 and "Authorization" not in self.headers:
             status, more["WWW-Authenticate"] = 401, 'Basic realm="headrace"'
-        self._send(status, f"{error}\n".encode(), "text/plain; charset=UTF-8", more)
+        text = f"{error}\n".encode()
+        pieces = b"".join(wire.packed((text,))) if compress and status not in (401, 403) else text
+        self._send(status, (pieces,), "text/plain; charset=UTF-8", more)
 
-    def _send(self, status: int, data: bytes, media: str, more: dict[str, str] | None = None) -> None:
+    def _send(
+        self, status: int, pieces: Iterable[bytes | memoryview], media: str, more: dict[str, str] | None = None
+    ) -> None:
+        """What is made while it is sent goes in chunks."""
         self.send_response(status)
         headers = {
             "Content-Type": media,
-            "Content-Length": str(len(data)),
             "X-ClickHouse-Server-Display-Name": "headrace",
             "X-ClickHouse-Timezone": "UTC",
             **(more or {}),
         }
+        chunked = not isinstance(pieces, tuple | list) and self.request_version != "HTTP/1.0"
+        if chunked:
+            headers["Transfer-Encoding"] = "chunked"
+        elif isinstance(pieces, tuple | list):
+            headers["Content-Length"] = str(sum(len(piece) for piece in pieces))
+        else:
+            headers["Connection"] = "close"  # its end is the answer's
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
+        if self.command == "HEAD":
+            return
+        for piece in pieces:
+            if not chunked:
+                self.wfile.write(piece)
+            elif piece:
+                self.wfile.write(b"%x\r\n" % len(piece))
+                self.wfile.write(piece)
+                self.wfile.write(b"\r\n")
+        if chunked:
+            self.wfile.write(b"0\r\n\r\n")
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: a query may name a person."""
