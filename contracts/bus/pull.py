@@ -79,10 +79,11 @@ class Puller:
             self._config["inactive_threshold"] = int(inactive_s * 1e9)
         self._inbox = bus._client.new_inbox() + "."
         self._subscription: Subscription | None = None
-        self._asked: dict[str, list[float]] = {}
-        """Pull requests that wait at the server: token -> [messages still to come by our count, when to give
-        up]."""
+        self._asked: dict[str, tuple[int, float]] = {}
+        """Pull requests of which some may wait at the server, oldest first: token -> (messages asked for, when to give
+        up)."""
         self._asked_total = 0
+        """Messages that they still lack, all together: which of them a message served cannot be told."""
         self._count = 0
         self._broken = ""
         self._pause_until = 0.0
@@ -147,7 +148,7 @@ class Puller:
             now = time.monotonic()
             self._expire(now)
             await self._ask(now)
-            give_up = min((request[1] for request in self._asked.values()), default=now + PULL_EXPIRES_S)
+            _, give_up = next(iter(self._asked.values()), (0, now + PULL_EXPIRES_S))
             try:
                 async with asyncio.timeout(max(0.01, give_up - now)):
                     await self._wake.wait()
@@ -161,6 +162,9 @@ class Puller:
             try:
                 self._asked.clear()
                 self._asked_total = 0
+                if self._recreate:  # what nobody has in hand yet comes again
+                    while len(self._received) > 1:
+                        self._received.pop()
                 await self._make_consumer()
                 types.RESUMES.labels("pull").inc()
                 log.info("bus_pull_resumes", stream=self._stream, consumer=self._name, reason=reason)
@@ -173,13 +177,13 @@ class Puller:
             await asyncio.sleep(RETRY_WAIT_S)
 
     def _expire(self, now: float) -> None:
-        """Forget pull requests about which the server's word did not come."""
-        for token in [token for token, request in self._asked.items() if request[1] <= now]:
-            self._forget(token, int(self._asked[token][0]))
+        """Forget pull requests about which the server's word did not come: they were served, or were lost."""
+        while self._asked and next(iter(self._asked.values()))[1] <= now:
+            self._forget(next(iter(self._asked)), 0)
 
-    def _forget(self, token: str, remaining: int) -> None:
+    def _forget(self, token: str, lacking: int) -> None:
         if self._asked.pop(token, None) is not None:
-            self._asked_total = max(0, self._asked_total - remaining) if self._asked else 0
+            self._asked_total = max(0, self._asked_total - lacking) if self._asked else 0
 
     async def _ask(self, now: float) -> None:
         if not self._bus.connected or now < self._pause_until:
@@ -196,7 +200,7 @@ class Puller:
         batch = min(missing, PULL_BATCH_MAX)
         self._count += 1
         token = str(self._count)
-        self._asked[token] = [batch, now + PULL_EXPIRES_S + EXPIRY_GRACE_S]
+        self._asked[token] = batch, now + PULL_EXPIRES_S + EXPIRY_GRACE_S
         self._asked_total += batch
         question = msgspec.json.encode({"batch": batch, "expires": int(PULL_EXPIRES_S * 1e9)})
         try:
@@ -211,11 +215,6 @@ class Puller:
             self._status(message.headers.get("Status", ""), message)
             return
         self._asked_total = max(0, self._asked_total - 1)
-        for token, request in self._asked.items():
-            request[0] -= 1
-            if request[0] <= 0:
-                del self._asked[token]
-            break
         self._received.append(message)
         self._arrived.set()
 
@@ -237,7 +236,7 @@ class Puller:
             return
         description = message.headers.get("Description", "")
         pending = message.headers.get("Nats-Pending-Messages")
-        self._forget(token, int(asked[0]) if pending is None else int(pending))
+        self._forget(token, asked[0] if pending is None else int(pending))
         if status == "503" or description.startswith(_CONSUMER_GONE):
             self._break(f"{status} {description}".strip())
         elif status not in ("404", "408"):

@@ -95,7 +95,7 @@ async def test_credit_holds_over_many_expiries_and_small_pulls(bus: Bus, monkeyp
     await publish(bus, *range(5))
     await settled(lambda: worker.taken == list(range(5)))
     await asyncio.sleep(0.3)
-    assert puller._asked_total == 3
+    await eventually(lambda: 2 <= puller._asked_total <= 3)
     await publish(bus, *range(5, 20))
     await settled(lambda: worker.taken == list(range(8)))
     assert worker.most == 8
@@ -193,7 +193,7 @@ async def test_everything_is_taken_through_kills(nats: NatsServer, bus: Bus, con
         await asyncio.sleep(0.1)
         nats.restart()
     await writing
-    await eventually(lambda: done == set(range(200)))
+    await eventually(lambda: done == set(range(200)), timeout_s=30)
 
 
 async def test_a_consumer_deleted_under_a_pull_is_made_anew_at_once(bus: Bus) -> None:
@@ -205,9 +205,9 @@ async def test_a_consumer_deleted_under_a_pull_is_made_anew_at_once(bus: Bus) ->
     await bus.api(f"CONSUMER.DELETE.{topology.WORK}.w-1")
     began = time.monotonic()
     await publish(bus, 1)
-    await eventually(lambda: 1 in worker.taken)
+    # Unacknowledged messages come again from a new consumer; the dying one may still give the second.
+    await eventually(lambda: worker.taken.count(0) == 2 and 1 in worker.taken)
     print(f"went on after {time.monotonic() - began:.2f} s")
-    assert worker.taken == [0, 0, 1]  # unacknowledged messages come again from a new consumer
 
 
 async def test_a_missing_consumer_shows_at_the_next_pull(bus: Bus) -> None:
@@ -315,17 +315,19 @@ async def test_batches_are_gathered_by_number_and_by_time(bus: Bus) -> None:
 
 async def test_a_batch_that_failed_comes_again_and_nothing_is_asked_for_meanwhile(bus: Bus) -> None:
     sizes: list[int] = []
+    acked = 0
 
     async def write(messages: list[Incoming]) -> None:
+        nonlocal acked
         sizes.append(len(messages))
         if len(sizes) == 1:
             raise RuntimeError("down")
-        await asyncio.gather(*(message.ack() for message in messages))
+        acked += sum(await asyncio.gather(*(message.ack() for message in messages)))
 
     await publish(bus, 0, 1)
     await bus.consume_batches(topology.WORK, "ledger", "work.v1.>", write, batch=2, max_wait_s=0.1, ack_wait_s=1)
-    await eventually(lambda: sum(sizes) >= 4)
-    await eventually(lambda: sizes[0] == 2)
+    await eventually(lambda: acked >= 2)
+    assert sizes[0] == 2
     assert [m async for m in bus.read(topology.WORK, ">")] == []
 
 
