@@ -39,14 +39,17 @@ def test_schemathesis_finds_nothing(start_stack: StartStack, tmp_path: Path, key
     command += ["--exclude-checks", "positive_data_acceptance", "--phases", "examples,coverage,fuzzing"]
     command += ["--max-time", str(LIMIT_S), "--max-examples", "20", "--request-timeout", "20", "--workers", "2"]
     command += ["--generation-database", "none", "--no-color", "--warnings", "off"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=os.environ | {"SCHEMATHESIS_HOOKS": HOOKS, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=4 * LIMIT_S,
-        check=False,
-    )
+    for _ in range(3):
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=os.environ | {"SCHEMATHESIS_HOOKS": HOOKS, "PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True,
+            text=True,
+            timeout=4 * LIMIT_S,
+            check=False,
+        )
+        if "AST constructor recursion depth mismatch" not in done.stdout:
+            break  # A defect of CPython 3.11's parser, which ends the tool now and then.
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr
     assert httpx.get(f"{stack.run.url}/health/ready", trust_env=False).status_code == 200

@@ -22,7 +22,11 @@ FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?
 GREEDY: dict[str, Any] = {"model": MODEL, "messages": FRANCE, "temperature": 0, "max_tokens": 40}
 CITY: dict[str, Any] = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 20}, "people": {"type": "integer"}},
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        # A small model at temperature 1 would go on with digits until it is cut.
+        "people": {"type": "integer", "minimum": 0, "maximum": 99_999_999},
+    },
     "required": ["city", "people"],
     "additionalProperties": False,
 }
