@@ -1,6 +1,7 @@
 """Waiting for conditions, with a deadline."""
 
 import asyncio
+import inspect
 import time
 from collections.abc import Callable
 
@@ -8,9 +9,9 @@ import prometheus_client
 
 
 async def eventually(condition: Callable[[], object], timeout_s: float = 10.0, what: str = "") -> None:
-    """Wait until ``condition()`` holds; fails after ``timeout_s``."""
+    """Wait until ``condition()``, awaited where it is a coroutine, holds; fails after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
-    while not condition():
+    while not (await held if inspect.isawaitable(held := condition()) else held):
         assert time.monotonic() < deadline, what or "the awaited condition did not come about"
         await asyncio.sleep(0.01)
 
