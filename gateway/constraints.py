@@ -7,7 +7,8 @@ Whether a pattern or a grammar is well-formed is the engine's to say, with 400 a
 """
 
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -161,6 +162,35 @@ def _check_tag(where: str, tag: Any, budget: Budget) -> None:
                     waiting.append(value)
         elif isinstance(node, list):
             waiting += node
+
+
+# Tools -----------------------------------------------------------------------------------------------------
+
+
+class Tool(NamedTuple):
+    """One that a request offers; ``where`` is its schema's place in the body."""
+
+    where: str
+    name: str
+    schema: dict[str, Any] | None
+    strict: bool | None
+
+
+def check_tools(tools: Sequence[Tool], choice: str | None, named: str | None, budget: Budget) -> None:
+    """``choice`` is a mode, or None beside the name of a function.
+
+    A schema is held against the budget only where arguments may be made to obey it: of a strict tool, and where a call
+    is asked for. Else the template shows it to the model and nothing is compiled, however many tools there are.
+    """
+    forced = choice not in (None, "none", "auto")
+    if named is not None:
+        if named not in [tool.name for tool in tools]:
+            refuse("tool_choice", "'tool_choice' names a function that is not among 'tools'.")
+    elif not tools and forced:
+        refuse("tool_choice", "'tool_choice' needs 'tools'.")
+    for tool in tools:
+        if choice != "none" and (tool.strict or forced or named == tool.name):
+            check_schema(tool.where, tool.schema or {}, budget)
 
 
 # JSON schemas ----------------------------------------------------------------------------------------------

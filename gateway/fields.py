@@ -37,15 +37,6 @@ def check_temperature(value: float | None) -> None:
         refuse("temperature", "Use 0 for greedy sampling; a temperature below 0.00001 overflows.")
 
 
-def check_tool_choice(choice: str | None, named: str | None, tools: list[str], *, where: str = "tool_choice") -> None:
-    """``choice`` is a mode, or None beside the name of a function; ``tools`` are the names of those that there are."""
-    if named is not None:
-        if named not in tools:
-            refuse(where, "'tool_choice' names a function that is not among 'tools'.")
-    elif not tools and choice not in (None, "none", "auto"):
-        refuse(where, "'tool_choice' needs 'tools'.")
-
-
 def travelling(fields: dict[str, Any], kind: type[msgspec.Struct], left_out: set[str]) -> dict[str, Any]:
     """Those of ``fields`` that ``kind`` names."""
     return {name: fields[name] for name in kind.__struct_fields__ if name in fields and name not in left_out}

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.constraints import Budget, check_schema
+from gateway.constraints import Budget, Tool, check_schema, check_tools
 from gateway.fields import (
     Positive,
     Temperature,
@@ -19,7 +19,6 @@ from gateway.fields import (
     TopP,
     Valid,
     check_temperature,
-    check_tool_choice,
     converted,
     refuse,
     travelling,
@@ -126,13 +125,13 @@ def validate(fields: dict[str, Any]) -> Valid:
 
 
 def _check_constraints(body: _Body) -> None:
-    tools, choice, budget = body.tools or [], body.tool_choice, Budget()
-    if choice is not None:
-        named = choice.name or "" if choice.type == "tool" else None
-        check_tool_choice(choice.type, named, [tool.name for tool in tools])
-    if choice is None or choice.type != "none":
-        for index, tool in enumerate(tools):
-            check_schema(f"tools[{index}].input_schema", tool.input_schema, budget)
+    choice, budget = body.tool_choice, Budget()
+    named = choice.name or "" if choice is not None and choice.type == "tool" else None
+    tools = [
+        Tool(f"tools[{index}].input_schema", each.name, each.input_schema, each.strict)
+        for index, each in enumerate(body.tools or ())
+    ]
+    check_tools(tools, choice.type if choice is not None and named is None else None, named, budget)
     if body.output_config is not None and body.output_config.format is not None:
         check_schema("output_config.format.schema", body.output_config.format.schema, budget)
 

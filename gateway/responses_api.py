@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.constraints import Budget, check_schema
-from gateway.fields import Positive, Text, Valid, check_tool_choice, converted, refuse, travelling
+from gateway.constraints import Budget, Tool, check_schema, check_tools
+from gateway.fields import Positive, Text, Valid, converted, refuse, travelling
 from gateway.json_shape import check_text
 from gateway.sampling import LogprobCount, Sampling
 
@@ -131,12 +131,13 @@ def _check_item(where: str, item: _Item) -> None:
 
 
 def _check_tools(body: _Body, budget: Budget) -> None:
-    tools, choice = body.tools or [], body.tool_choice
+    choice = body.tool_choice
     named = choice.name if isinstance(choice, _ToolChoice) else None
-    check_tool_choice(None if isinstance(choice, _ToolChoice) else choice, named, [tool.name for tool in tools])
-    if choice != "none":
-        for index, tool in enumerate(tools):
-            check_schema(f"tools[{index}].parameters", tool.parameters or {}, budget)
+    tools = [
+        Tool(f"tools[{index}].parameters", each.name, each.parameters, each.strict)
+        for index, each in enumerate(body.tools or ())
+    ]
+    check_tools(tools, None if isinstance(choice, _ToolChoice) else choice, named, budget)
 
 
 def chat(fields: dict[str, Any]) -> dict[str, Any]:

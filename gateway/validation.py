@@ -14,8 +14,8 @@ from contracts.errors import HeadraceError
 from contracts.messages import Endpoint, Manifest
 from contracts.simulated import simulate_field
 from gateway import messages_api, responses_api
-from gateway.constraints import Budget, ResponseFormat, check_schema
-from gateway.fields import Positive, Text, Valid, check_tool_choice, converted, refuse, travelling
+from gateway.constraints import Budget, ResponseFormat, Tool, check_tools
+from gateway.fields import Positive, Text, Valid, converted, refuse, travelling
 from gateway.json_shape import check_text
 from gateway.sampling import LogprobCount, Sampling, check_token_ids
 
@@ -270,13 +270,14 @@ def _check_chat(body: _ChatBody, budget: Budget) -> None:
         refuse("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
     if body.continue_final_message and (body.add_generation_prompt is not False or body.messages[-1].content is None):
         refuse("continue_final_message", "This needs content to continue, and 'add_generation_prompt': false.")
-    tools, choice = body.tools or [], body.tool_choice
+    choice = body.tool_choice
     named = choice.function.name if isinstance(choice, _ToolChoice) else None
-    mode = None if isinstance(choice, _ToolChoice) else choice
-    check_tool_choice(mode, named, [tool.function.name for tool in tools])
-    if choice != "none":
-        for index, tool in enumerate(tools):
-            check_schema(f"tools[{index}].function.parameters", tool.function.parameters or {}, budget)
+    functions = [tool.function for tool in body.tools or ()]
+    tools = [
+        Tool(f"tools[{index}].function.parameters", each.name, each.parameters, each.strict)
+        for index, each in enumerate(functions)
+    ]
+    check_tools(tools, None if isinstance(choice, _ToolChoice) else choice, named, budget)
 
 
 def _check_message(where: str, message: _Message) -> None:
