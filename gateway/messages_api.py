@@ -128,7 +128,7 @@ def _check_constraints(body: _Body) -> None:
     choice, budget = body.tool_choice, Budget()
     named = choice.name or "" if choice is not None and choice.type == "tool" else None
     tools = [
-        Tool(f"tools[{index}].input_schema", each.name, each.input_schema, each.strict)
+        Tool(f"tools[{index}].input_schema", each.name, each.input_schema)
         for index, each in enumerate(body.tools or ())
     ]
     check_tools(tools, choice.type if choice is not None and named is None else None, named, budget)

@@ -134,8 +134,7 @@ def _check_tools(body: _Body, budget: Budget) -> None:
     choice = body.tool_choice
     named = choice.name if isinstance(choice, _ToolChoice) else None
     tools = [
-        Tool(f"tools[{index}].parameters", each.name, each.parameters, each.strict)
-        for index, each in enumerate(body.tools or ())
+        Tool(f"tools[{index}].parameters", each.name, each.parameters) for index, each in enumerate(body.tools or ())
     ]
     check_tools(tools, None if isinstance(choice, _ToolChoice) else choice, named, budget)
 

@@ -274,8 +274,7 @@ def _check_chat(body: _ChatBody, budget: Budget) -> None:
     named = choice.function.name if isinstance(choice, _ToolChoice) else None
     functions = [tool.function for tool in body.tools or ()]
     tools = [
-        Tool(f"tools[{index}].function.parameters", each.name, each.parameters, each.strict)
-        for index, each in enumerate(functions)
+        Tool(f"tools[{index}].function.parameters", each.name, each.parameters) for index, each in enumerate(functions)
     ]
     check_tools(tools, None if isinstance(choice, _ToolChoice) else choice, named, budget)
 

@@ -32,8 +32,8 @@ def form(schema: object) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
 
 
-def tool(schema: object, *, strict: bool = True) -> list[dict[str, Any]]:
-    return [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}]
+def tool(schema: object) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", "parameters": schema}}]
 
 
 def properties(count: int, *, required: bool) -> dict[str, Any]:
@@ -63,8 +63,8 @@ def test_real_schemas_pass_wherever_they_stand() -> None:
         assert check(**form(schema)).fields["response_format"] == form(schema)["response_format"]
         assert check(tools=tool(schema)).fields["tools"] == tool(schema)
         assert check(structured_outputs={"json": schema}).fields["structured_outputs"] == {"json": schema}
-        check("messages", max_tokens=5, tools=[{"name": "f", "input_schema": schema, "strict": True}])
-        check("responses", input="x", tools=[{"type": "function", "name": "f", "parameters": schema, "strict": True}])
+        check("messages", max_tokens=5, tools=[{"name": "f", "input_schema": schema}])
+        check("responses", input="x", tools=[{"type": "function", "name": "f", "parameters": schema}])
 
 
 @pytest.mark.parametrize(
@@ -104,20 +104,12 @@ def test_what_no_engine_can_compile_in_time_is_refused_by_its_place(schema: dict
     assert refused(structured_outputs={"json": schema}) == f"structured_outputs.json{place}"
     assert refused(structured_outputs={"json": json.dumps(schema)}) == f"structured_outputs.json{place}"
     assert refused(tools=tool(schema)) == f"tools[0].function.parameters{place}"
-    check(tools=tool(schema), tool_choice="none")  # Nothing is compiled then, nor of a tool that is not strict.
-    check(tools=tool(schema, strict=False), tool_choice="auto")
-    assert refused(tools=tool(schema, strict=False), tool_choice="required") == f"tools[0].function.parameters{place}"
-    named = {"type": "function", "function": {"name": "f"}}
-    assert refused(tools=tool(schema, strict=False), tool_choice=named) == f"tools[0].function.parameters{place}"
-    tools: list[dict[str, Any]] = [{"type": "function", "name": "f", "parameters": schema, "strict": True}]
+    check(tools=tool(schema), tool_choice="none")  # Nothing is compiled then.
+    tools = [{"type": "function", "name": "f", "parameters": schema}]
     assert refused("responses", input="x", tools=tools) == f"tools[0].parameters{place}"
     text = {"format": {"type": "json_schema", "name": "s", "schema": schema}}
     assert refused("responses", input="x", text=text) == f"text.format.schema{place}"
     tools = [{"name": "f", "input_schema": schema}]
-    check("messages", max_tokens=5, tools=tools)
-    asked = {"type": "any"}
-    assert refused("messages", max_tokens=5, tools=tools, tool_choice=asked) == f"tools[0].input_schema{place}"
-    tools[0]["strict"] = True
     assert refused("messages", max_tokens=5, tools=tools) == f"tools[0].input_schema{place}"
     config = {"format": {"type": "json_schema", "schema": schema}}
     assert refused("messages", max_tokens=5, output_config=config) == f"output_config.format.schema{place}"
