@@ -17,7 +17,7 @@ ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-LOCKS := compose/locks
+LOCKS := compose/deploy/locks
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps
 EXTRA := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 CODE := contracts gateway scheduler worker ledger compose

@@ -1,6 +1,6 @@
 """What the simulated engine and those who count for it share: its request field, and its way to count tokens.
 
-The engine is `worker.simulated_engine`. The field ``simulate`` is its alone; every other engine refuses it.
+The engine is `worker.engines.simulated.engine`. The field ``simulate`` is its alone; every other engine refuses it.
 """
 
 import re

@@ -8,9 +8,9 @@ import sys
 import structlog
 import uvloop
 
-from contracts import telemetry
 from contracts.bus import Bus, BusError
-from contracts.config import ConfigError, load
+from contracts.service import telemetry
+from contracts.service.config import ConfigError, load
 from gateway.config import GatewayConfig
 from gateway.service import Gateway
 

@@ -1,10 +1,10 @@
 """Configuration of a gateway process."""
 
-from contracts.config import ServiceConfig
+from contracts.service.config import ServiceConfig
 
 
 class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
-    """Read from ``HEADRACE_*`` variables; see contracts.config.ServiceConfig for what all services share."""
+    """Read from ``HEADRACE_*`` variables; see contracts.service.config.ServiceConfig for what all services share."""
 
     pepper_file: str
     """File whose bytes key the HMAC of API keys; without it no stored key can be tried offline."""

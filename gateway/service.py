@@ -8,16 +8,16 @@ import structlog
 from contracts import ids, topology
 from contracts.bus import Bus
 from contracts.messages import ErrorData
-from gateway import app, server
-from gateway.admin import Admin
-from gateway.admission import Admission
-from gateway.auth import Directory
-from gateway.catalog import Catalog
-from gateway.completions import Completions
 from gateway.config import GatewayConfig
-from gateway.readiness import Readiness
-from gateway.streams import Hub
-from gateway.submit import FrontDoor
+from gateway.http import routes, server
+from gateway.http.inference import Completions
+from gateway.intake.admission import Admission
+from gateway.intake.auth import Directory
+from gateway.intake.bus_submit import FrontDoor
+from gateway.intake.catalog import Catalog
+from gateway.management.admin import Admin
+from gateway.management.readiness import Readiness
+from gateway.streams.hub import Hub
 
 _log = structlog.get_logger()
 
@@ -67,7 +67,7 @@ class Gateway:
         await self._hub.start()
         await self._front_door.start()
         self._readiness.start()
-        application = app.build(
+        application = routes.build(
             directory=self._directory,
             catalog=self._catalog,
             completions=self._completions,

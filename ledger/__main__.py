@@ -8,10 +8,10 @@ import sys
 import structlog
 import uvloop
 
-from contracts import telemetry
-from contracts.config import ConfigError, load
+from contracts.service import telemetry
+from contracts.service.config import ConfigError, load
 from ledger.config import LedgerConfig
-from ledger.service import Ledger
+from ledger.ingest import Ledger
 
 
 async def serve(config: LedgerConfig) -> int:

@@ -14,7 +14,8 @@ from contracts import subjects
 from contracts.bus import Bus, BusError, WrongSequence
 from contracts.messages import Budget, Codec
 from contracts.topology import BUDGETS
-from ledger import core, queries, rollups
+from ledger import rollups
+from ledger.core import queries, rows
 from ledger.store import Store, StoreError
 
 log = structlog.get_logger(__name__)
@@ -69,8 +70,8 @@ class Budgets:
 
     async def _publish(self, tenants: set[str] | None) -> None:
         now_ms = time.time_ns() // 1_000_000
-        month = core.month_of(now_ms)
-        plan = await rollups.plan(self._store, *core.month_range(now_ms))
+        month = rows.month_of(now_ms)
+        plan = await rollups.plan(self._store, *rows.month_range(now_ms))
         for tenant, tokens in await self._store.select(queries.month_tokens(plan, tenants)):
             key = subjects.encode(tenant)
             value = _budgets.encode(Budget(month=month, tokens=tokens))

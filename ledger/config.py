@@ -3,7 +3,7 @@
 import re
 from urllib.parse import urlsplit
 
-from contracts.config import ServiceConfig
+from contracts.service.config import ServiceConfig
 
 
 class LedgerConfig(ServiceConfig, frozen=True, kw_only=True):

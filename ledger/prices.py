@@ -12,7 +12,7 @@ import structlog
 from contracts import topology
 from contracts.bus import Bus, BusError, KvEntry, Watch
 from contracts.messages import Codec, Price
-from ledger import queries
+from ledger.core import queries
 from ledger.store import Store, StoreError
 
 log = structlog.get_logger(__name__)

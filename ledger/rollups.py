@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import structlog
 
-from ledger import metrics, periods, queries
-from ledger.periods import DAY_S, Build, Level, Mark, Plan
+from ledger import metrics
+from ledger.core import queries, rollup_plan
+from ledger.core.rollup_plan import DAY_S, Build, Level, Mark, Plan
 from ledger.store import Store, StoreError
 
 log = structlog.get_logger(__name__)
@@ -36,7 +37,7 @@ async def state(store: Store, from_ms: int, to_ms: int, *, building: bool = Fals
 
 async def plan(store: Store, from_ms: int, to_ms: int, levels: Sequence[Level] = ("hour", "day")) -> Plan:
     """What to read for a question about [from, to); raises Away."""
-    return periods.plan(from_ms, to_ms, *await state(store, from_ms, to_ms), levels)
+    return rollup_plan.plan(from_ms, to_ms, *await state(store, from_ms, to_ms), levels)
 
 
 class Rollups:
@@ -61,12 +62,12 @@ class Rollups:
     async def step(self, now_s: float) -> None:
         """Build what is due: hours, then the days that have no open hour. Raises StoreError."""
         hours = await self._unbuilt("hour")
-        for day_s, starts in _by_day(periods.due("hour", hours, self._seen["hour"], now_s)):
+        for day_s, starts in _by_day(rollup_plan.due("hour", hours, self._seen["hour"], now_s)):
             await self.build("hour", day_s, starts)
         self._look("hour", hours, now_s)
         open_days = {start_s // DAY_S * DAY_S for start_s in await self._unbuilt("hour")}
         days = await self._unbuilt("day")
-        for day_s in periods.due("day", days, self._seen["day"], now_s):
+        for day_s in rollup_plan.due("day", days, self._seen["day"], now_s):
             if day_s not in open_days:
                 await self.build("day", day_s, [day_s])
         self._look("day", days, now_s)
@@ -80,7 +81,7 @@ class Rollups:
         else:
             covers = [(day_s, sum(mark.marks for mark in marks))]
         below: Sequence[Level] = () if level == "hour" else ("hour",)
-        found = periods.plan(day_s * 1000, (day_s + DAY_S) * 1000, marks, builds, below)
+        found = rollup_plan.plan(day_s * 1000, (day_s + DAY_S) * 1000, marks, builds, below)
         known = max((build.build for build in builds), default=0)
         number = max(time.time_ns(), known + 1)
         for query in queries.build(level, number, day_s, found):
@@ -90,7 +91,7 @@ class Rollups:
 
     async def sweep(self, before: int) -> None:
         """Remove rows of builds that count no more and began before ``before`` (Unix ns)."""
-        for level in periods.LENGTH_S:
+        for level in rollup_plan.LENGTH_S:
             for kind in ("usage", "latency"):
                 condition = queries.stale(level, before)
                 table = f"{kind}_{level}s"

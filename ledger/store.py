@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from ledger import core, queries
+from ledger.core import queries
+from ledger.core import rows as attempt_rows
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -97,7 +98,7 @@ class Store:
         """Connect, own chDB's directory, apply migrations. Raises Away or Owned; may be called again then."""
         await self._in(self._write_thread, self._open)
 
-    async def insert(self, rows: Sequence[core.Row]) -> None:
+    async def insert(self, rows: Sequence[attempt_rows.Row]) -> None:
         """Returns when the rows are in the table. Raises Away (they may be in it all the same) or Refused."""
         await self._in(self._write_thread, lambda: self._insert(rows))
 
@@ -161,18 +162,18 @@ class Store:
             autogenerate_session_id=False,
         )
 
-    def _insert(self, rows: Sequence[core.Row]) -> None:
+    def _insert(self, rows: Sequence[attempt_rows.Row]) -> None:
         if self._writer is None:
             raise Away("not open")
         self._writer.insert(
             "attempts",
             list(zip(*rows, strict=True)),
-            column_names=core.Row._fields,
+            column_names=attempt_rows.Row._fields,
             column_oriented=True,
-            settings={**_INSERT_SETTINGS, "insert_deduplication_token": core.token(rows)},
+            settings={**_INSERT_SETTINGS, "insert_deduplication_token": attempt_rows.token(rows)},
         )
         # After the rows: who sees a mark sees what it stands for. A repetition of both does no harm.
-        self._append("rollup_marks", core.marks(rows))
+        self._append("rollup_marks", attempt_rows.marks(rows))
 
     def _append(self, table: str, rows: Sequence[Sequence[object]]) -> None:
         if self._writer is None:

@@ -8,9 +8,10 @@ import sys
 import structlog
 import uvloop
 
-from contracts import ids, telemetry
+from contracts import ids
 from contracts.bus import Bus, BusError
-from contracts.config import ConfigError, load
+from contracts.service import telemetry
+from contracts.service.config import ConfigError, load
 from scheduler.config import SchedulerConfig
 from scheduler.service import Scheduler
 

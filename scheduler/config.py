@@ -2,7 +2,7 @@
 
 import msgspec
 
-from contracts.config import ServiceConfig
+from contracts.service.config import ServiceConfig
 
 
 class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):

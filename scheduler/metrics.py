@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from scheduler.core import Core
+from scheduler.core.core import Core
 
 
 class Collector:

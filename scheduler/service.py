@@ -34,10 +34,10 @@ from contracts.messages import (
     WorkerHeartbeat,
     WorkItem,
 )
-from scheduler import events as ev
-from scheduler import views
 from scheduler.config import SchedulerConfig, Settings
-from scheduler.core import Core
+from scheduler.core import events as ev
+from scheduler.core import views
+from scheduler.core.core import Core
 from scheduler.lease import Lease
 from scheduler.metrics import Collector
 

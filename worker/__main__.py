@@ -8,12 +8,13 @@ import sys
 import structlog
 import uvloop
 
-from contracts import config as contracts_config
-from contracts import telemetry, topology
+from contracts import topology
 from contracts.bus import Bus, BusError
 from contracts.messages import Manifest
+from contracts.service import config as contracts_config
+from contracts.service import telemetry
 from worker.config import WorkerConfig
-from worker.engine import Engine
+from worker.engines.base import Engine
 from worker.service import Worker, await_manifest
 
 _log = structlog.get_logger()
@@ -77,7 +78,7 @@ class _Process:
 def build_engine(config: WorkerConfig, manifest: Manifest) -> Engine:
     """A new engine of the manifest's kind. Only what it needs is imported: vLLM takes seconds."""
     if manifest.engine == "simulated":
-        from worker.simulated_engine import SimConfig, SimulatedEngine
+        from worker.engines.simulated.engine import SimConfig, SimulatedEngine
 
         return SimulatedEngine(
             SimConfig(
@@ -89,7 +90,7 @@ def build_engine(config: WorkerConfig, manifest: Manifest) -> Engine:
                 context=config.sim_context,
             )
         )
-    from worker.vllm_engine import VllmConfig, VllmEngine
+    from worker.engines.vllm.engine import VllmConfig, VllmEngine
 
     return VllmEngine(
         VllmConfig(

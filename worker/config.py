@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from contracts.config import ServiceConfig
+from contracts.service.config import ServiceConfig
 
 _POSITIVE = (
     "stall_s",

@@ -1,4 +1,4 @@
-"""The worker's loop: performs what `worker.core` decides, and tells it what happened.
+"""The worker's loop: performs what `worker.core.core` decides, and tells it what happened.
 
 One event loop; every step of the core is made in one go, so nothing else touches its state.
 """
@@ -26,13 +26,14 @@ from contracts.messages import (
     WorkItem,
 )
 from contracts.simulated import Simulate
-from worker import events, metrics, verdict
+from worker import attempt_store, metrics
 from worker.config import WorkerConfig
-from worker.core import WorkerCore
-from worker.engine import Engine, EngineFailure, Job
-from worker.incarnation import Incarnation
-from worker.keeper import SAMPLE_S, EngineKeeper
-from worker.outbox import Stream
+from worker.core import events
+from worker.core.core import WorkerCore
+from worker.engines.base import Engine, EngineFailure, Job
+from worker.engines.supervisor import SAMPLE_S, EngineKeeper
+from worker.frame_buffer import Stream
+from worker.instance import Incarnation
 
 HEARTBEAT_S = 0.5
 BEAT_GAP_S = 0.02
@@ -338,12 +339,12 @@ class Worker:
             )
 
     async def _store(self, effect: events.StoreEvent, incarnation: Incarnation) -> None:
-        won = await verdict.decide(self._bus, effect.event)
+        won = await attempt_store.decide(self._bus, effect.event)
         if incarnation.abandoned:
             return
         if won:
             metrics.count(effect.event)
-        verdict.log(effect.event, won=won)
+        attempt_store.log(effect.event, won=won)
         self._step(events.EventDecided(key=effect.key, won=won))
 
     def _close_stream(self, effect: events.CloseStream) -> None:

@@ -30,8 +30,8 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
-from contracts.answers import ChatChunk
-from contracts.client import Client, Stream
+from contracts.client.answers import ChatChunk
+from contracts.client.client import Client, Stream
 from contracts.errors import HeadraceError
 
 DEADLINE_MS = 10_000

@@ -9,10 +9,10 @@ nothing about Headrace.
 from collections.abc import Awaitable, Callable
 
 from contracts.bus import lean  # noqa: F401  before the first import of nats
-from contracts.bus.buckets import Buckets, Watch
-from contracts.bus.connection import Subscription
+from contracts.bus.kv import Buckets, Watch
+from contracts.bus.ordered import Tail
 from contracts.bus.pull import BatchPuller, Puller
-from contracts.bus.tail import Tail
+from contracts.bus.session import Subscription
 from contracts.bus.types import (
     BusError,
     Handler,

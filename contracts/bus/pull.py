@@ -12,9 +12,9 @@ import nats.errors
 import structlog
 
 from contracts.bus import types
-from contracts.bus.connection import Subscription, stop
-from contracts.bus.streams import NO_STREAM, Streams
-from contracts.bus.tail import create_consumer
+from contracts.bus.jetstream import NO_STREAM, Streams
+from contracts.bus.ordered import create_consumer
+from contracts.bus.session import Subscription, stop
 from contracts.bus.types import BusError, Handler, Incoming, NotFound
 
 log = structlog.get_logger(__name__)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import prometheus_client
 
 if TYPE_CHECKING:
-    from contracts.bus.connection import Connection
+    from contracts.bus.session import Connection
 
 RECONNECTS = prometheus_client.Counter("headrace_bus_reconnects", "Connections to NATS that were made anew")
 DEAD_LOOPS = prometheus_client.Counter(

@@ -24,7 +24,7 @@ import msgspec
 from contracts import ids, subjects, topology
 from contracts.bus import Bus, BusError
 from contracts.messages import AttemptEvent, UsageAnswer, UsageDimension, UsageQuery
-from ledger import core
+from ledger.core import rows
 from ledger.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -86,13 +86,13 @@ async def in_process(sample: list[AttemptEvent], directory: Path) -> None:
     """Decoding, checking and inserting, without the bus."""
     now_ms = time.time_ns() // 1_000_000
     sources = [
-        core.Source(subject(event), msgspec.json.encode(event), seq, now_ms) for seq, event in enumerate(sample, 1)
+        rows.Source(subject(event), msgspec.json.encode(event), seq, now_ms) for seq, event in enumerate(sample, 1)
     ]
     store = Store(f"chdb://{directory}", "headrace")
     await store.open()
     started = time.monotonic()
     for start in range(0, len(sources), 10_000):
-        await store.insert([core.row(source) for source in sources[start : start + 10_000]])
+        await store.insert([rows.row(source) for source in sources[start : start + 10_000]])
     spent_s = time.monotonic() - started
     await store.close()
     print(f"without the bus: {len(sample) / spent_s:,.0f} rows/s")

@@ -20,10 +20,10 @@ from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from contracts import instants
+from contracts import clock
 from contracts.messages import LatencyQuery, UsageQuery
-from ledger import queries
-from ledger.questions import Questions
+from ledger.core import queries
+from ledger.query_api import Questions
 from ledger.rollups import Rollups, plan
 from ledger.store import Store
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 STEP = 500_000
 REPEATS = 7
 NOW_MS = time.time_ns() // 1_000_000
-FROM_MS, TO_MS = instants.month_around(instants.month_around(NOW_MS)[0] - 1)
+FROM_MS, TO_MS = clock.month_around(clock.month_around(NOW_MS)[0] - 1)
 """The last whole month."""
 MONTH = datetime.fromtimestamp(FROM_MS / 1000, UTC).strftime("%Y-%m")
 BUSY = "tenant-0"
@@ -202,7 +202,7 @@ def page(directory: Path) -> None:
 @contextlib.contextmanager
 def running(directory: Path) -> Iterator[tuple[str, str]]:
     """A stack over this ledger, and a key of the busy tenant."""
-    command = [sys.executable, "-m", "compose.cli"]
+    command = [sys.executable, "-m", "compose.cli.main"]
     with open(directory / "up.log", "wb") as log:
         up = subprocess.Popen(
             [*command, "up", "--engine", "simulated", "--port", "0", "--data-dir", str(directory)],

@@ -10,8 +10,8 @@ import statistics
 import time
 
 from contracts.messages import AdmissionRequest, Epoch, Manifest, PoolLimits, WorkerHeartbeat
-from scheduler import events as ev
-from scheduler.core import Core, Settings
+from scheduler.core import events as ev
+from scheduler.core.core import Core, Settings
 
 EPOCH = Epoch(1, 1)
 UNBOUNDED = PoolLimits(

@@ -8,7 +8,7 @@ import pytest
 
 from contracts import subjects
 from contracts.bus import Bus, Incoming
-from contracts.client import Client
+from contracts.client.client import Client
 from contracts.errors import HeadraceError
 from contracts.messages import (
     CancelAnswer,
@@ -442,7 +442,7 @@ async def test_a_stream_cancelled_before_it_began_asks_for_nothing(service: Serv
 async def test_a_reader_that_is_too_slow_gets_an_error_after_what_was_kept(
     service: Service, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("contracts.client.UNREAD_BYTES_MAX", 1_000)
+    monkeypatch.setattr("contracts.client.client.UNREAD_BYTES_MAX", 1_000)
     service.script = [service.answer(make_frames(*["x" * 100] * 20, end=None))]
     seen: list[str] = []
 

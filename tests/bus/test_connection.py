@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from contracts.bus import Bus, BusError, Incoming, NoResponder, TooLarge, Unavailable, connection
+from contracts.bus import Bus, BusError, Incoming, NoResponder, TooLarge, Unavailable, session
 from tests.bus.conftest import Connect, Link
 from tests.bus.helpers import eventually, metric
 from tests.conftest import NatsServer, free_port
@@ -78,8 +78,8 @@ async def test_a_reconnect_that_died_is_started_again(nats: NatsServer, connect:
 
 async def test_a_clogged_link_is_given_up(link: Link, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library waits for the old socket to take what is buffered, which a half-open link never does."""
-    monkeypatch.setattr(connection, "PING_INTERVAL_S", 0.3)
-    monkeypatch.setattr(connection, "FLUSH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(session, "PING_INTERVAL_S", 0.3)
+    monkeypatch.setattr(session, "FLUSH_TIMEOUT_S", 0.1)
     bus = await connect(link.url)
     link.clog()
     for _ in range(12):

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway import server
+from gateway.http import server
 from tests.bus.gateway_world import BASE, CHAT, K1, K2, Raw, World, encode, serve
 
 

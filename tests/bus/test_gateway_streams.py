@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from contracts.messages import EndData, ErrorData, LostData, RequestEnvelope, StatusAnswer
-from gateway import streams
+from gateway.streams import hub
 from tests.bus.gateway_world import (
     BASE,
     CHAT,
@@ -286,7 +286,7 @@ async def test_c16_a_reader_that_is_too_slow_is_cut_off_and_others_are_not(nats_
 
 
 async def test_c21_a_waiting_stream_commits_and_stays_alive(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.4)
+    monkeypatch.setattr(hub, "KEEP_ALIVE_S", 0.4)
 
     async def play(envelope: RequestEnvelope) -> None:
         await asyncio.sleep(2.2)
@@ -325,7 +325,7 @@ def _chunks(text: str) -> list[str]:
 async def test_c21_the_openai_sdk_reads_over_keep_alives(
     world: World, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.2)
+    monkeypatch.setattr(hub, "KEEP_ALIVE_S", 0.2)
 
     async def play(envelope: RequestEnvelope) -> None:
         await asyncio.sleep(1.2)

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import pytest
 
-from compose import nats_users
+from compose.stack import nats_config
 from contracts import permissions, subjects, topology
 from contracts.bus import Bus, BusError, Incoming
 from contracts.permissions import ROLES
@@ -104,8 +104,8 @@ USERS = [user for user in MAY_PUBLISH if user != "operator"]
 def nats(nats_binary: str, tmp_path: Path) -> Iterator[NatsServer]:
     """A server with the users of a stack and of three tenants."""
     configuration = tmp_path / "nats.conf"
-    configuration.write_text(f'authorization {{ include "{nats_users.FILE}" }}\n')
-    nats_users.write(tmp_path, dict.fromkeys(ROLES, PASSWORD), dict.fromkeys(TENANTS, PASSWORD))
+    configuration.write_text(f'authorization {{ include "{nats_config.FILE}" }}\n')
+    nats_config.write(tmp_path, dict.fromkeys(ROLES, PASSWORD), dict.fromkeys(TENANTS, PASSWORD))
     server = NatsServer(nats_binary, tmp_path, "-c", str(configuration))
     server.start()
     yield server
@@ -225,7 +225,7 @@ async def test_a_new_tenants_user_comes_without_a_restart(
     """The server reads its configuration again; nobody who is connected notices."""
     gateway = await connect_as("gateway")
     everybody = dict.fromkeys((*TENANTS, "T3"), PASSWORD)
-    nats_users.write(tmp_path, dict.fromkeys(ROLES, PASSWORD), everybody)
+    nats_config.write(tmp_path, dict.fromkeys(ROLES, PASSWORD), everybody)
     os.kill(nats.pid, signal.SIGHUP)
     async with asyncio.timeout(10):
         while True:

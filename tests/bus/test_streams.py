@@ -204,7 +204,7 @@ async def test_a_missing_stream_is_a_clear_error(nats: NatsServer, bus: Bus, mon
         await bus.purge(topology.ATTEMPTS, EVENT)
     with pytest.raises(NotFound):
         await bus.kv_created_ns(topology.LEASES)
-    monkeypatch.setattr("contracts.bus.streams.API_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("contracts.bus.jetstream.API_TIMEOUT_S", 0.5)
     with pytest.raises(Unavailable, match="no answer"):
         await stored(bus)
     with pytest.raises(Unavailable):

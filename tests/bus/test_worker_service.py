@@ -35,12 +35,12 @@ from contracts.messages import (
     WorkItem,
 )
 from tests.conftest import NatsServer, free_port
-from worker import keeper
 from worker.__main__ import build_engine
 from worker.config import WorkerConfig
-from worker.engine import Engine, EngineFailure
+from worker.engines import supervisor
+from worker.engines.base import Engine, EngineFailure
+from worker.engines.simulated.engine import SimConfig, SimulatedEngine
 from worker.service import Worker
-from worker.simulated_engine import SimConfig, SimulatedEngine
 
 WAIT_S = 30.0
 MODEL = "sim/model 1"
@@ -488,7 +488,7 @@ class Mortal(SimulatedEngine):
 async def test_a_dead_engine_is_rebuilt_and_its_attempts_are_returned(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "CHECK_S", 0.05)
+    monkeypatch.setattr(supervisor, "CHECK_S", 0.05)
     engines: list[Mortal] = []
 
     def build() -> Engine:
@@ -509,7 +509,7 @@ async def test_a_dead_engine_is_rebuilt_and_its_attempts_are_returned(
 
 
 async def test_a_stall_is_found(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "SAMPLE_S", 0.05)
+    monkeypatch.setattr(supervisor, "SAMPLE_S", 0.05)
     await harness.start(stall_s=0.5)
     steady = await harness.send(max_tokens=400)
     request_id = await harness.send(simulate={"hang_after": 1})

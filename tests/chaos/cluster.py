@@ -21,10 +21,10 @@ import httpx
 import msgspec
 import pytest
 
-from compose import admin
-from compose.config import DataDir, Secrets
-from compose.processes import die_with
-from compose.up import make_manifest, write_nats_configuration
+from compose.stack import admin
+from compose.stack.data_dir import DataDir, Secrets
+from compose.stack.processes import die_with
+from compose.stack.up import make_manifest, write_nats_configuration
 from contracts import ids, registry, subjects, topology
 from contracts.bus import Bus, BusError
 from contracts.messages import (

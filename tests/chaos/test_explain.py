@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager, suppress
 import msgspec
 import pytest
 
-from compose import accounts
-from compose.config import ComposeError
+from compose.stack import records
+from compose.stack.data_dir import ComposeError
 from contracts import ids, registry
 from contracts.bus import BusError
 from contracts.messages import AttemptEvent, ExplainAnswer, TenantLimits
@@ -58,7 +58,7 @@ async def told(cluster: Cluster, call: Call | str, attempts: int = 1) -> Told:
     async def known() -> ExplainAnswer | None:
         async with cluster.bus() as bus:
             with suppress(ComposeError, BusError):
-                answer = await accounts.explain(bus, request_id)
+                answer = await records.explain(bus, request_id)
                 return answer if len(answer.attempts) >= attempts else None
         return None
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from contracts.messages import Endpoint
-from worker.engine import Counts, Engine, Job
+from worker.engines.base import Counts, Engine, Job
 
 SLOTS = 4
 MODEL = "the-public-name"

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from compose import models
+from compose.stack import models
 from tests.conformance.asking import MODEL, SLOTS, VLLM_MARKS, Asker
-from worker.engine import Engine
-from worker.simulated_engine import SimConfig, SimulatedEngine
-from worker.vllm_engine import VllmConfig, VllmEngine
+from worker.engines.base import Engine
+from worker.engines.simulated.engine import SimConfig, SimulatedEngine
+from worker.engines.vllm.engine import VllmConfig, VllmEngine
 
 KINDS = ["simulated", pytest.param("vllm", marks=VLLM_MARKS)]
 

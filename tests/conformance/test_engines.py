@@ -1,4 +1,4 @@
-"""What every engine must do (worker.engine), asked of the simulated one and of vLLM."""
+"""What every engine must do (worker.engines.base), asked of the simulated one and of vLLM."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import pytest
 
 from contracts.messages import Endpoint
 from tests.conformance.asking import MODEL, SLOTS, Answer, Asker
-from worker.engine import Counts, EngineFailure
+from worker.engines.base import Counts, EngineFailure
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

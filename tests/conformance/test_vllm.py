@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 
 from tests.conformance.asking import MODEL, SLOTS, VLLM_MARKS, Asker
-from worker.engine import Counts, EngineFailure
-from worker.vllm_engine import VllmConfig, VllmEngine
+from worker.engines.base import Counts, EngineFailure
+from worker.engines.vllm.engine import VllmConfig, VllmEngine
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), *VLLM_MARKS]
 
@@ -138,7 +138,7 @@ async def test_a_hanging_engine_fails_its_check_and_is_killed_by_close(vllm: Ask
 
 _STARTER = """
 import asyncio, sys
-from worker.vllm_engine import VllmConfig, VllmEngine
+from worker.engines.vllm.engine import VllmConfig, VllmEngine
 
 if __name__ == "__main__":
     asyncio.run(VllmEngine(VllmConfig(model_path=sys.argv[1], public_name="x")).start())

@@ -18,12 +18,12 @@ from typing import Any
 import httpx
 import pytest
 
-from compose import models
-from compose.config import DataDir, Run
-from compose.processes import die_with
+from compose.stack import models
+from compose.stack.data_dir import DataDir, Run
+from compose.stack.processes import die_with
 
 ROOT = Path(__file__).parents[2]
-HEADRACE = [sys.executable, "-m", "compose.cli"]
+HEADRACE = [sys.executable, "-m", "compose.cli.main"]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")} | {
     "PYTHONPATH": str(ROOT)
 }
@@ -199,7 +199,7 @@ class Direct:
     """vLLM's own server of the same model with the worker's arguments, without Headrace."""
 
     def __init__(self, model_path: Path, log: Path) -> None:
-        from worker.vllm_engine import VllmConfig, engine_arguments, engine_environment
+        from worker.engines.vllm.engine import VllmConfig, engine_arguments, engine_environment
 
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))

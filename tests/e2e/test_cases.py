@@ -13,7 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from compose import admin
+from compose.stack import admin
 from contracts import topology
 from contracts.bus import Bus
 from contracts.messages import AttemptEvent

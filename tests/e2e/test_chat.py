@@ -10,7 +10,7 @@ import pytest
 
 from contracts import topology
 from contracts.bus import Bus
-from contracts.client import Client
+from contracts.client.client import Client
 from tests.e2e.conftest import Stack, until
 
 HELLO = [{"role": "user", "content": "one two three"}]

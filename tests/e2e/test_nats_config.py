@@ -6,7 +6,7 @@ import pytest
 
 from contracts import subjects
 from contracts.bus import BusError, Unavailable
-from contracts.client import Client
+from contracts.client.client import Client
 from contracts.errors import HeadraceError
 from tests.e2e.conftest import Stack, headrace
 

@@ -12,7 +12,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
-from contracts.client import Client
+from contracts.client.client import Client
 from tests.e2e.conftest import Direct, Stack, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

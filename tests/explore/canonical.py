@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from contracts.messages import Message
-from scheduler.core import Core
+from scheduler.core.core import Core
 from tests.explore.records import BASE_MS, LOST_TICKS
 
 FAR_MS = 30_000

@@ -1,4 +1,4 @@
-"""The gateway's side of a request as gateway.completions, admission and streams have it, and its caller's."""
+"""The gateway's side of a request as gateway.http.inference, admission and streams have it, and its caller's."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any

@@ -5,14 +5,14 @@ from typing import Any
 import msgspec
 
 from contracts.messages import AttemptEvent, ErrorData, Outcome, StatusAnswer
-from contracts.relay import Effects, Relay
-from scheduler import endings, events
-from scheduler.core import Core
-from scheduler.pool import Worker
-from scheduler.request import Request
-from scheduler.takeover import Takeover
-from worker.core import Gone, WorkerCore
-from worker.events import Key
+from contracts.streaming.relay import Effects, Relay
+from scheduler.core import events, outcomes
+from scheduler.core.core import Core
+from scheduler.core.request import Request
+from scheduler.core.takeover import Takeover
+from scheduler.core.worker_pool import Worker
+from worker.core.core import Gone, WorkerCore
+from worker.core.events import Key
 
 
 class RepeatingWorker(WorkerCore):
@@ -45,7 +45,7 @@ class StubbornCore(Core):
     """Tries a stream again though its caller has had tokens."""
 
     def decide(self, request: Request, event: AttemptEvent) -> None:
-        if endings.is_void(event):
+        if outcomes.is_void(event):
             event = msgspec.structs.replace(event, completion_tokens=0)
         super().decide(request, event)
 
@@ -65,7 +65,7 @@ class ImpatientCore(Core):
     def end(self, request: Request, outcome: Outcome, code: str, message: str, *, worker_died: bool = False) -> None:
         super().end(request, outcome, code, message, worker_died=worker_died)
         if outcome == "lost":
-            event = endings.proposed(
+            event = outcomes.proposed(
                 request,
                 request.attempt,
                 outcome,

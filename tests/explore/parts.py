@@ -29,16 +29,16 @@ from contracts.messages import (
     WorkerHeartbeat,
     WorkItem,
 )
-from contracts.relay import AskFrames, AskStatus, Finish, Forward, Relay, RelaySettings
-from scheduler import events as ev
-from scheduler import views
+from contracts.streaming.relay import AskFrames, AskStatus, Finish, Forward, Relay, RelaySettings
 from scheduler.config import Settings
-from scheduler.core import Core
+from scheduler.core import events as ev
+from scheduler.core import views
+from scheduler.core.core import Core
 from tests.explore.canonical import form, near
 from tests.explore.records import LOST_TICKS, TICK_MS, Op, Violation
-from worker import events as wev
-from worker.core import WorkerCore
-from worker.engine import Counts, EngineFailure
+from worker.core import events as wev
+from worker.core.core import WorkerCore
+from worker.engines.base import Counts, EngineFailure
 
 encode = msgspec.json.Encoder().encode
 ADMISSION = Codec[AdmissionRequest](AdmissionRequest)

@@ -32,12 +32,12 @@ from contracts.messages import (
     WorkerHeartbeat,
     WorkItem,
 )
-from scheduler import events as ev
-from scheduler import views
 from scheduler.config import Settings
-from scheduler.core import Core
-from scheduler.fair import SCAN_PER_TENANT
-from scheduler.request import State
+from scheduler.core import events as ev
+from scheduler.core import views
+from scheduler.core.core import Core
+from scheduler.core.fair_queue import SCAN_PER_TENANT
+from scheduler.core.request import State
 
 EPOCH = Epoch(1, 7)
 LIMITS = TenantLimits(rpm=2_000, input_tpm=400_000, output_tpm=100_000, concurrency=20)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from compose.config import ComposeError, DataDir, Run, find_target
+from compose.stack.data_dir import ComposeError, DataDir, Run, find_target
 
 RUN = Run(
     url="http://127.0.0.1:1",

@@ -11,18 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from compose import nats_users
-from compose.config import Secrets
-from compose.processes import nats_server
-from compose.up import write_nats_configuration
-from contracts.config import ServiceConfig
+from compose.stack import nats_config
+from compose.stack.data_dir import Secrets
+from compose.stack.processes import nats_server
+from compose.stack.up import write_nats_configuration
 from contracts.permissions import ROLES
+from contracts.service.config import ServiceConfig
 from gateway.config import GatewayConfig
 from ledger.config import LedgerConfig
 from scheduler.config import SchedulerConfig
 from worker.config import WorkerConfig
 
-COMPOSE = Path(__file__).parents[2] / "compose"
+COMPOSE = Path(__file__).parents[2] / "compose" / "deploy"
 CONFIGS: dict[str, type[ServiceConfig]] = {
     "gateway": GatewayConfig,
     "scheduler": SchedulerConfig,
@@ -56,12 +56,14 @@ def test_every_secret_is_in_the_example() -> None:
 
 def test_the_image_is_made_of_files_that_exist() -> None:
     for path in re.findall(r"compose/[\w./-]+", (COMPOSE / "Dockerfile").read_text()):
-        assert (COMPOSE.parent / path).exists(), path
+        assert (COMPOSE.parents[1] / path).exists(), path
 
 
 def test_the_users_of_the_containers_are_those_of_the_contracts() -> None:
-    made = nats_users.users({role: nats_users.variable(role) for role in ROLES}, {})
-    assert (COMPOSE / nats_users.FILE).read_text() == made, "run: headrace nats-config > compose/nats-users.conf"
+    made = nats_config.users({role: nats_config.variable(role) for role in ROLES}, {})
+    assert (COMPOSE / nats_config.FILE).read_text() == made, (
+        "run: headrace nats-config > compose/deploy/nats-users.conf"
+    )
 
 
 def test_nats_takes_its_configuration_both_ways(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from compose import processes
-from compose.config import ComposeError, Role
-from compose.processes import Child, Ports, Restarts, Spec, Supervisor
+from compose.stack import processes
+from compose.stack.data_dir import ComposeError, Role
+from compose.stack.processes import Child, Ports, Restarts, Spec, Supervisor
 
 
 async def always_ready() -> str:
@@ -194,7 +194,7 @@ async def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
     program = f"""
         import asyncio, os, sys
         from pathlib import Path
-        from compose.processes import Spec, Supervisor
+        from compose.stack.processes import Spec, Supervisor
         async def ready() -> str: return ""
         async def main() -> None:
             keeper = Supervisor(restarted=lambda _: None, say=print)

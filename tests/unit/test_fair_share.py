@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from contracts.messages import CancelRequest, TenantLimits, TenantRecord
-from scheduler import events as ev
+from scheduler.core import events as ev
 from tests.unit.scheduler_world import FakeWorker, World
 from tests.unit.test_scheduler_core import pull, run_pending, submit, worker_of, world
 

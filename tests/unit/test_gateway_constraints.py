@@ -9,7 +9,7 @@ import pytest
 
 from contracts.errors import HeadraceError
 from contracts.messages import Endpoint, Manifest
-from gateway import json_shape, validation
+from gateway.apis import json_limits, validation
 
 MANIFEST = Manifest(name="m", version="1", engine="vllm", context=4096, default_output_tokens=16)
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -17,7 +17,7 @@ SCHEMA = "response_format.json_schema.schema"
 
 
 def check(endpoint: Endpoint = "chat/completions", **fields: Any) -> validation.Valid:
-    return validation.validate(endpoint, json_shape.decode(msgspec.json.encode(CHAT | fields)), MANIFEST, 49152)
+    return validation.validate(endpoint, json_limits.decode(msgspec.json.encode(CHAT | fields)), MANIFEST, 49152)
 
 
 def refused(endpoint: Endpoint = "chat/completions", **fields: Any) -> str:

@@ -9,8 +9,8 @@ import pytest
 
 from contracts.errors import HeadraceError
 from contracts.messages import Manifest
-from gateway.rendering import ChatTemplate
-from gateway.tokens import TokenCounter
+from gateway.prompt.chat_template import ChatTemplate
+from gateway.prompt.token_counter import TokenCounter
 
 CHATML = """{%- if tools %}{{ '<tools>' + (tools | tojson) + '</tools>\n' }}{% endif %}
 {%- for message in messages %}

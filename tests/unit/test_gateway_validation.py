@@ -8,8 +8,8 @@ import pytest
 
 from contracts.errors import HeadraceError
 from contracts.messages import Endpoint, Manifest
-from gateway import json_shape, validation
-from gateway.admission import output_limit
+from gateway.apis import json_limits, validation
+from gateway.intake.admission import output_limit
 
 SIMULATED = Manifest(name="m", version="1", engine="simulated", context=4096, default_output_tokens=16)
 REAL = Manifest(name="m", version="1", engine="vllm", context=4096, default_output_tokens=16)
@@ -20,7 +20,7 @@ TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
 def check(
     body: dict[str, Any], endpoint: Endpoint = "chat/completions", manifest: Manifest = SIMULATED
 ) -> validation.Valid:
-    return validation.validate(endpoint, json_shape.decode(json.dumps(body).encode()), manifest, None)
+    return validation.validate(endpoint, json_limits.decode(json.dumps(body).encode()), manifest, None)
 
 
 def refused(body: dict[str, Any], endpoint: Endpoint = "chat/completions", **options: Any) -> HeadraceError:
@@ -48,12 +48,12 @@ def refused(body: dict[str, Any], endpoint: Endpoint = "chat/completions", **opt
 )
 def test_c06_a_lone_surrogate_is_refused(lone: str, body: str) -> None:
     with pytest.raises(HeadraceError, match="not valid JSON") as caught:
-        json_shape.decode((body % lone).encode())
+        json_limits.decode((body % lone).encode())
     assert caught.value.code == "invalid_json"
 
 
 def test_c06_a_pair_is_a_character() -> None:
-    body = json_shape.decode(b'{"model":"m","prompt":"\\ud83d\\ude00"}')
+    body = json_limits.decode(b'{"model":"m","prompt":"\\ud83d\\ude00"}')
     assert body["prompt"] == "😀"
 
 
@@ -63,14 +63,14 @@ def test_c06_a_pair_is_a_character() -> None:
 )
 def test_what_is_not_json_is_refused(data: bytes) -> None:
     with pytest.raises(HeadraceError) as caught:
-        json_shape.decode(data)
+        json_limits.decode(data)
     assert caught.value.code == "invalid_json"
 
 
 @pytest.mark.parametrize("data", [b"[]", b"1", b"null", b'"x"'])
 def test_json_that_is_no_object_is_refused(data: bytes) -> None:
     with pytest.raises(HeadraceError, match="JSON object"):
-        json_shape.decode(data)
+        json_limits.decode(data)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_json_that_is_no_object_is_refused(data: bytes) -> None:
 def test_c13_nesting_is_bounded_and_brackets_in_text_do_not_count(data: bytes, deep: bool) -> None:
     if deep:
         with pytest.raises(HeadraceError, match="nested deeper"):
-            json_shape.decode(data)
+            json_limits.decode(data)
     else:
-        assert json_shape.decode(data)
+        assert json_limits.decode(data)
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,13 @@ def test_c13_nesting_is_bounded_and_brackets_in_text_do_not_count(data: bytes, d
 )
 def test_the_number_of_values_is_bounded(data: bytes) -> None:
     with pytest.raises(HeadraceError, match="The body holds"):
-        json_shape.decode(data)
+        json_limits.decode(data)
 
 
 def test_many_plain_texts_and_numbers_are_fine() -> None:
-    assert json_shape.decode(b'{"x":[' + b'"a","",1,' * 100_000 + b"1]}")
-    assert json_shape.decode(b'{"x":["' + b"[{" * 300_000 + b'"]}')
-    assert json_shape.decode(b'{"x":[' + b'"[",' * 300_000 + b"1]}")
+    assert json_limits.decode(b'{"x":[' + b'"a","",1,' * 100_000 + b"1]}")
+    assert json_limits.decode(b'{"x":["' + b"[{" * 300_000 + b'"]}')
+    assert json_limits.decode(b'{"x":[' + b'"[",' * 300_000 + b"1]}")
 
 
 @pytest.mark.parametrize("depth", [1000, 2000])
@@ -122,7 +122,7 @@ def test_c13_nesting_is_refused_wherever_it_stands(depth: int, place: str) -> No
         "response_format": f'{{"type":"json_schema","json_schema":{{"name":"s","schema":{deep}}}}}',
     }.get(place, deep)
     with pytest.raises(HeadraceError, match="nested deeper"):
-        json_shape.decode(f'{{"model":"m","prompt":"x","{place}":{value}}}'.encode())
+        json_limits.decode(f'{{"model":"m","prompt":"x","{place}":{value}}}'.encode())
 
 
 def test_c13_fifty_levels_work() -> None:
@@ -379,6 +379,6 @@ def test_a_prompt_without_tokens_is_refused() -> None:
 
 
 def test_large_and_exact_numbers_survive() -> None:
-    body = json_shape.decode(b'{"model":"m","prompt":"x","seed":9223372036854775807,"temperature":0.1}')
+    body = json_limits.decode(b'{"model":"m","prompt":"x","seed":9223372036854775807,"temperature":0.1}')
     fields = validation.validate("completions", body, SIMULATED, None).fields
     assert msgspec.json.decode(msgspec.json.encode(fields)) == body

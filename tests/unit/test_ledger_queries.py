@@ -3,8 +3,8 @@
 import pytest
 
 from contracts.messages import LatencyQuery, UsageQuery
-from ledger import queries
-from ledger.periods import HOUR_S, Build, Level, Mark, Piece, Plan, due, plan
+from ledger.core import queries
+from ledger.core.rollup_plan import HOUR_S, Build, Level, Mark, Piece, Plan, due, plan
 from ledger.store import statements
 
 

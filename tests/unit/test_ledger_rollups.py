@@ -18,14 +18,15 @@ import pytest
 
 from contracts import ids, subjects
 from contracts.messages import AttemptEvent, Epoch, LatencyQuery, Price, Reply, RequestEnvelope, UsageQuery, WorkItem
-from ledger import core, money, prices, queries
-from ledger.door import Door
-from ledger.periods import DAY_S, HOUR_S
-from ledger.questions import Questions
+from ledger import prices
+from ledger.core import money, queries, rows
+from ledger.core.rollup_plan import DAY_S, HOUR_S
+from ledger.query_api import Questions
 from ledger.rollups import Rollups, plan
+from ledger.sql_endpoint.http import Door
 from ledger.store import Store
-from worker import endings
-from worker.engine import Counts
+from worker.core import outcomes
+from worker.engines.base import Counts
 
 
 def ms(text: str) -> int:
@@ -126,9 +127,9 @@ def events(chance: random.Random, count: int) -> list[AttemptEvent]:
     return made
 
 
-def row(event: AttemptEvent, stored_ms: int = STORED) -> core.Row:
+def row(event: AttemptEvent, stored_ms: int = STORED) -> rows.Row:
     subject = subjects.attempt(event.model, event.request_id, event.attempt)
-    return core.row(core.Source(subject, msgspec.json.encode(event), 1, stored_ms))
+    return rows.row(rows.Source(subject, msgspec.json.encode(event), 1, stored_ms))
 
 
 def price_of(event: AttemptEvent) -> Price | None:
@@ -445,8 +446,8 @@ def ended(outcome: str, completion: int, **changes: Any) -> AttemptEvent:
     )  # fmt: skip
     item = WorkItem(epoch=Epoch(), attempt=1, version="1", worker="w", dispatched_at_ms=at_ms, request=request)
     counts = Counts(prompt_tokens=100, cached_tokens=40, completion_tokens=completion, reasoning_tokens=0)
-    ending = endings.Ending(outcome=outcome, **changes)  # type: ignore[arg-type]
-    return endings.terminal_event(item, counts, ending, worker="w", frames=1, chunks=1, now_ms=at_ms + 900)
+    ending = outcomes.Ending(outcome=outcome, **changes)  # type: ignore[arg-type]
+    return outcomes.terminal_event(item, counts, ending, worker="w", frames=1, chunks=1, now_ms=at_ms + 900)
 
 
 FULL = 60 * 140_000 + 40 * 35_000
@@ -498,7 +499,7 @@ async def test_a_request_is_explained_to_its_own_tenant_only(store: Store, quest
     other = await questions.explain(event.request_id, "t2")
     assert other == await questions.explain(ids.request_id(), "t2")
     assert (other.code, other.attempts) == ("not_found", [])
-    with pytest.raises(core.Rejected):
+    with pytest.raises(rows.Rejected):
         await questions.explain("' OR 1", None)
 
 

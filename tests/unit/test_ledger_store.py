@@ -16,8 +16,9 @@ import pytest
 
 from contracts import ids, subjects
 from contracts.messages import AttemptEvent, UsageQuery
-from ledger import core, queries, rollups
+from ledger import rollups
 from ledger.config import LedgerConfig
+from ledger.core import queries, rows
 from ledger.store import Away, Owned, Refused, Store, _patiently, migrate, migrations
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +52,7 @@ def tenant() -> str:
     return f"tenant-{next(_tenants)}"
 
 
-def row(tenant: str, admitted: str, *, seq: int = 1, **changes: object) -> core.Row:
+def row(tenant: str, admitted: str, *, seq: int = 1, **changes: object) -> rows.Row:
     at_ms = ms(admitted)
     fields: dict[str, object] = {
         "request_id": ids.request_id(at_ms),
@@ -72,7 +73,7 @@ def row(tenant: str, admitted: str, *, seq: int = 1, **changes: object) -> core.
     }
     event = AttemptEvent(**{**fields, **changes})  # type: ignore[arg-type]
     subject = subjects.attempt(event.model, event.request_id, event.attempt)
-    return core.row(core.Source(subject, msgspec.json.encode(event), seq, STORED_MS))
+    return rows.row(rows.Source(subject, msgspec.json.encode(event), seq, STORED_MS))
 
 
 async def usage(store: Store, tenant: str, by: list[str], start: str, end: str) -> list[tuple[object, ...]]:
@@ -145,13 +146,13 @@ async def test_the_event_stored_first_wins_whatever_is_inserted_last(directory: 
 
 
 async def test_sums_pass_32_bits(directory: Path, tenant: str) -> None:
-    rows = [row(tenant, "2026-11-01T10:00:00", prompt_tokens=core.UINT32_MAX) for _ in range(3)]
+    rows = [row(tenant, "2026-11-01T10:00:00", prompt_tokens=rows.UINT32_MAX) for _ in range(3)]
     async with opened(directory) as store:
         await store.insert(rows)
-        assert (await usage(store, tenant, [], "2026-11-01", "2026-11-02"))[0][1] == 3 * core.UINT32_MAX
-        plan = await rollups.plan(store, *core.month_range(STORED_MS))
+        assert (await usage(store, tenant, [], "2026-11-01", "2026-11-02"))[0][1] == 3 * rows.UINT32_MAX
+        plan = await rollups.plan(store, *rows.month_range(STORED_MS))
         month = queries.month_tokens(plan, {tenant, "o'neill"})
-        assert await store.select(month) == [(tenant, 3 * core.UINT32_MAX + 30)]
+        assert await store.select(month) == [(tenant, 3 * rows.UINT32_MAX + 30)]
 
 
 async def test_pages_join_up(directory: Path, tenant: str) -> None:

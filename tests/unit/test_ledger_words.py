@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from contracts.messages import AttemptEvent
-from ledger import words
+from ledger.core import explain
 
 AT = 1_793_491_200_000
 
@@ -29,7 +29,7 @@ LOST = {
 
 
 def explained(*attempts: AttemptEvent) -> str:
-    return "\n".join(words.explain(attempts, 1_500_000, "USD"))
+    return "\n".join(explain.explain(attempts, 1_500_000, "USD"))
 
 
 def test_a_completed_request() -> None:
@@ -104,4 +104,4 @@ def test_other_ends(changes: dict[str, Any], part: str) -> None:
 
 
 def test_without_a_price_it_says_so() -> None:
-    assert "no price holds for it" in "\n".join(words.explain([event()], 0, ""))
+    assert "no price holds for it" in "\n".join(explain.explain([event()], 0, ""))

@@ -1,4 +1,4 @@
-"""What `compose.models` promises without converting: names, hashes, versions, the chat template."""
+"""What `compose.stack.models` promises without converting: names, hashes, versions, the chat template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jinja2
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from compose import models
+from compose.stack import models
 
 # The template inside the GGUF file of SmolLM2-135M-Instruct.
 ORIGINAL_TEMPLATE = (

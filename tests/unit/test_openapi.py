@@ -11,11 +11,12 @@ import pytest
 from contracts import errors
 from contracts.errors import HeadraceError
 from contracts.messages import Manifest
-from gateway import app, openapi, validation
-from gateway.admin import Admin
-from gateway.auth import Directory
-from gateway.catalog import Catalog
+from gateway.apis import validation
 from gateway.config import GatewayConfig
+from gateway.http import openapi, routes
+from gateway.intake.auth import Directory
+from gateway.intake.catalog import Catalog
+from gateway.management.admin import Admin
 from tests.unit.test_asyncapi import references, resolved
 
 DOCUMENT = json.loads(json.dumps(openapi.document()))
@@ -35,7 +36,7 @@ def test_every_route_is_described_and_nothing_else(tmp_path: Path) -> None:
     pepper = tmp_path / "pepper"
     pepper.write_bytes(b"pepper")
     directory, bus = Directory(b"pepper"), object()
-    edge = app.build(
+    edge = routes.build(
         directory=directory,
         catalog=Catalog(),
         completions=NoCompletions(),  # type: ignore[arg-type]
@@ -44,12 +45,12 @@ def test_every_route_is_described_and_nothing_else(tmp_path: Path) -> None:
         not_ready=str,
         cors_origins=(),
     )
-    routes = {
+    served = {
         (method.lower(), route.path.replace(":path", ""))
         for route in edge._app.router.routes  # type: ignore[attr-defined]
         for method in route.methods - {"HEAD"}
     }
-    assert routes == {(method, path) for path, verbs in DOCUMENT["paths"].items() for method in verbs}
+    assert served == {(method, path) for path, verbs in DOCUMENT["paths"].items() for method in verbs}
 
 
 def test_references_lead_somewhere_and_ids_are_unique() -> None:
@@ -81,7 +82,7 @@ def check(body: dict[str, Any]) -> None:
 
 
 def test_the_pages_load_nothing_from_elsewhere() -> None:
-    for page in Path(app.__file__).with_name("static").glob("*.html"):
+    for page in Path(routes.__file__).with_name("static").glob("*.html"):
         assert not re.search(r"(src|href)=\"?(https?:)?//|@import|url\(", page.read_text()), page
 
 

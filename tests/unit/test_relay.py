@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.errors import TABLE
-from contracts.generation import Bounds
 from contracts.messages import (
     EndData,
     Epoch,
@@ -20,7 +19,8 @@ from contracts.messages import (
     Outcome,
     StatusAnswer,
 )
-from contracts.relay import AskFrames, AskStatus, Effect, Fail, Finish, Forward, Relay, RelaySettings
+from contracts.streaming.generation import Bounds
+from contracts.streaming.relay import AskFrames, AskStatus, Effect, Fail, Finish, Forward, Relay, RelaySettings
 
 _end_of = msgspec.json.Decoder(EndData).decode
 _END = EndData(outcome="completed", finish_reason="stop", prompt_tokens=3, completion_tokens=2)

@@ -4,8 +4,8 @@ import pytest
 
 from contracts.errors import HeadraceError
 from contracts.messages import AdmissionRequest
-from scheduler.admission import RETRY_AFTER_S_MAX, Admission
-from scheduler.fair import FairQueue
+from scheduler.core.admission import RETRY_AFTER_S_MAX, Admission
+from scheduler.core.fair_queue import FairQueue
 from tests.unit.scheduler_world import manifest
 
 TOKENS = 60

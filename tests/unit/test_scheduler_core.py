@@ -20,8 +20,8 @@ from contracts.messages import (
     TenantLimits,
     TenantRecord,
 )
-from scheduler import events as ev
-from scheduler.request import TRANSITIONS, InvalidTransition, State
+from scheduler.core import events as ev
+from scheduler.core.request import TRANSITIONS, InvalidTransition, State
 from tests.unit.scheduler_world import EPOCH, FakeWorker, World
 
 ERROR = msgspec.json.Decoder(ErrorData)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.fair import Entry, FairQueue
+from scheduler.core.fair_queue import Entry, FairQueue
 
 
 def serve_one(queue: FairQueue, now_ms: int = 0) -> Entry | None:

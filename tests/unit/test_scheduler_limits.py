@@ -4,7 +4,7 @@ import pytest
 
 from contracts.errors import HeadraceError
 from contracts.messages import TenantLimits
-from scheduler.limits import Bucket, Cost, Quota
+from scheduler.core.quotas import Bucket, Cost, Quota
 
 
 def test_a_bucket_starts_full_refills_evenly_and_never_overflows() -> None:

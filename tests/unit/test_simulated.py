@@ -10,7 +10,7 @@ from contracts import simulated
 from contracts.errors import HeadraceError
 from contracts.messages import Endpoint
 from contracts.simulated import Prompt, simulate_field, simulated_prompt_tokens
-from worker.simulated_answer import Text
+from worker.engines.simulated.answer import Text
 
 HELLO = [{"role": "user", "content": "hello big world"}]
 

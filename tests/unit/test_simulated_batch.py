@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from worker.simulated_batch import BLOCK, Batch, EventKind, Sequence, Trigger, prefix_blocks
+from worker.engines.simulated.batch import BLOCK, Batch, EventKind, Sequence, Trigger, prefix_blocks
 
 
 def sequence(prompt: int = 10, length: int = 3, **more: object) -> Sequence:

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from worker.engine import Counts, EngineFailure, Job
-from worker.simulated_engine import SimConfig, SimulatedEngine
+from worker.engines.base import Counts, EngineFailure, Job
+from worker.engines.simulated.engine import SimConfig, SimulatedEngine
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -18,8 +18,8 @@ import lz4.block
 import pytest
 from clickhouse_cityhash.cityhash import CityHash128
 
-from ledger import sql, wire
-from ledger.door import BODY_BYTES_MAX, Door
+from ledger.sql_endpoint import native, policy
+from ledger.sql_endpoint.http import BODY_BYTES_MAX, Door
 from ledger.store import Store
 
 AUTH = ("ann", "secret")
@@ -140,17 +140,17 @@ def blocks_of(data: bytes) -> list[bytes]:
 
 def test_blocks_are_clickhouses() -> None:
     for plain, written in FROM_CLICKHOUSE.items():
-        assert wire.unpacked(bytes.fromhex(written), 1000) == plain
-        assert b"".join(wire.packed((plain,))) == bytes.fromhex(written)
-    pieces = [os.urandom(wire.BLOCK_BYTES - 1), memoryview(b"ab" * 5), b"c" * (2 * wire.BLOCK_BYTES), b""]
-    packed = b"".join(wire.packed(pieces))
-    assert [len(block) for block in blocks_of(packed)] == [wire.BLOCK_BYTES] * 3 + [9]
-    assert wire.unpacked(packed, 1 << 22) == b"".join(pieces)
-    assert list(wire.packed(())) == [] and wire.unpacked(b"", 0) == b""
+        assert native.unpacked(bytes.fromhex(written), 1000) == plain
+        assert b"".join(native.packed((plain,))) == bytes.fromhex(written)
+    pieces = [os.urandom(native.BLOCK_BYTES - 1), memoryview(b"ab" * 5), b"c" * (2 * native.BLOCK_BYTES), b""]
+    packed = b"".join(native.packed(pieces))
+    assert [len(block) for block in blocks_of(packed)] == [native.BLOCK_BYTES] * 3 + [9]
+    assert native.unpacked(packed, 1 << 22) == b"".join(pieces)
+    assert list(native.packed(())) == [] and native.unpacked(b"", 0) == b""
 
 
 def test_broken_and_swollen_blocks_are_refused(http_client: httpx.Client) -> None:
-    good = b"".join(wire.packed((b"SELECT 1 ",)))
+    good = b"".join(native.packed((b"SELECT 1 ",)))
     swollen = struct.pack("<BII", 0x82, 9 + 20, 1 << 31) + bytes(20)
     short = struct.pack("<BII", 0x02, 9 + 8, 9) + b"SELECT 1"
     other = struct.pack("<BII", 0x90, 9 + 8, 8) + b"SELECT 1"
@@ -158,7 +158,7 @@ def test_broken_and_swollen_blocks_are_refused(http_client: httpx.Client) -> Non
     for body in (good[:-1], good[:20], good[:-1] + b"!", good + b"x", bytes(25), bytes(1000), *hashed):
         answer = http_client.post("/", content=body, params={"decompress": "1"})
         assert (answer.status_code, answer.headers["x-clickhouse-exception-code"]) == (400, "271"), answer.text
-    bomb = b"".join(wire.packed((b" " * (BODY_BYTES_MAX + 1),)))
+    bomb = b"".join(native.packed((b" " * (BODY_BYTES_MAX + 1),)))
     assert "more than" in http_client.post("/", content=bomb, params={"decompress": "1"}).text
     answer = http_client.post("/", content=good, params={"decompress": "1"})
     assert (answer.status_code, answer.text) == (200, "1\n")
@@ -171,7 +171,7 @@ def test_answers_come_in_compressed_blocks(http_client: httpx.Client, name: str)
     plain = ask(http_client, query, default_format=name).content.split(b'"statistics"')[0]
     answer = ask(http_client, query, default_format=name, compress="1")
     blocks = blocks_of(answer.content)
-    assert max(map(len, blocks)) <= wire.BLOCK_BYTES
+    assert max(map(len, blocks)) <= native.BLOCK_BYTES
     assert len(blocks) > 1
     assert b"".join(blocks).split(b'"statistics"')[0] == plain
     assert answer.headers["x-clickhouse-format"] == name
@@ -242,7 +242,7 @@ def test_native_of_newer_revisions_in_many_blocks(http_client: httpx.Client) -> 
     numbers, head = [], b"\1\0\2\xff\xff\xff\xff\0\1"
     while answer:
         assert answer.startswith(head)
-        rows, at = wire._varint(answer, len(head))
+        rows, at = native._varint(answer, len(head))
         assert answer[at : at + 10] == b"\1n\6UInt64\0"
         numbers += struct.unpack_from(f"<{rows}Q", answer, at + 10)
         answer = answer[at + 10 + 8 * rows :]
@@ -505,7 +505,7 @@ def test_clickhouse_connect_reads_types_names_and_frames(door: Door) -> None:
 
 def test_sql_is_judged_as_the_engine_prints_it() -> None:
     functions = frozenset({"url", "numbers"})
-    sql.check("SELECT 'url(' AS a, `b` FROM numbers(1)", functions)
+    policy.check("SELECT 'url(' AS a, `b` FROM numbers(1)", functions)
     for text in (
         "SELECT url(1)",
         "SELECT a.URL(1)",
@@ -514,7 +514,7 @@ def test_sql_is_judged_as_the_engine_prints_it() -> None:
         "( INSERT INTO a SELECT 1",
         "SELECT {a:Identifier}",
     ):
-        with pytest.raises(sql.Forbidden):
-            sql.check(text, functions)
-    assert sql.format_of("SELECT 1 FORMAT CSV SETTINGS a = 1", "Native") == "CSV"
-    assert sql.format_of("SELECT ' FORMAT CSV'", "Native") == "Native"
+        with pytest.raises(policy.Forbidden):
+            policy.check(text, functions)
+    assert policy.format_of("SELECT 1 FORMAT CSV SETTINGS a = 1", "Native") == "CSV"
+    assert policy.format_of("SELECT ' FORMAT CSV'", "Native") == "Native"

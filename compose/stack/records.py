@@ -1,0 +1,129 @@
+"""What operators ask the ledger, and the records of prices. Raises ComposeError where the ledger refuses."""
+
+from decimal import Decimal, InvalidOperation
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from compose.stack.data_dir import ComposeError
+from contracts import subjects, topology
+from contracts.bus import Bus
+from contracts.messages import (
+    Codec,
+    DeadLetter,
+    ExplainAnswer,
+    ExplainQuery,
+    Invoice,
+    InvoiceAnswer,
+    InvoiceQuery,
+    LatencyAnswer,
+    LatencyDimension,
+    LatencyQuery,
+    LatencyRow,
+    Message,
+    Price,
+    UsageAnswer,
+    UsageDimension,
+    UsageQuery,
+    UsageRow,
+)
+from contracts.registry import check_name
+
+TIMEOUT_S = 40.0
+"""Longer than a ledger lets a question take."""
+
+_PRICE = Codec[Price](Price)
+_LETTER = Codec[DeadLetter](DeadLetter)
+
+
+class _Answer(Protocol):
+    @property
+    def error(self) -> str: ...
+
+
+A = TypeVar("A", bound=_Answer)
+
+
+async def _ask(bus: Bus, question: str, query: Message, kind: type[A]) -> A:
+    data = await bus.request(subjects.usage_all(question), msgspec.json.encode(query), timeout_s=TIMEOUT_S)
+    answer = msgspec.json.decode(data, type=kind)
+    if answer.error:
+        raise ComposeError(f"the ledger says: {answer.error}")
+    return answer
+
+
+async def usage(
+    bus: Bus, by: list[UsageDimension], from_at_ms: int, to_at_ms: int, tenant: str | None = None
+) -> tuple[list[UsageRow], str]:
+    """All rows of the range, and the currency of their amounts."""
+    rows: list[UsageRow] = []
+    while True:
+        query = UsageQuery(from_at_ms=from_at_ms, to_at_ms=to_at_ms, by=by, tenant=tenant, offset=len(rows))
+        answer = await _ask(bus, "usage", query, UsageAnswer)
+        rows += answer.rows
+        if not answer.has_more or not answer.rows:
+            return rows, answer.currency
+
+
+async def latency(
+    bus: Bus, by: list[LatencyDimension], from_at_ms: int, to_at_ms: int, tenant: str | None = None
+) -> list[LatencyRow]:
+    rows: list[LatencyRow] = []
+    while True:
+        query = LatencyQuery(from_at_ms=from_at_ms, to_at_ms=to_at_ms, by=by, tenant=tenant, offset=len(rows))
+        answer = await _ask(bus, "latency", query, LatencyAnswer)
+        rows += answer.rows
+        if not answer.has_more or not answer.rows:
+            return rows
+
+
+async def invoice(bus: Bus, tenant: str, month: str) -> Invoice:
+    answer = await _ask(bus, "invoice", InvoiceQuery(tenant=tenant, month=month), InvoiceAnswer)
+    assert answer.invoice is not None
+    return answer.invoice
+
+
+async def explain(bus: Bus, request_id: str) -> ExplainAnswer:
+    return await _ask(bus, "explain", ExplainQuery(request_id=request_id), ExplainAnswer)
+
+
+async def dead_letters(bus: Bus) -> list[DeadLetter]:
+    """Events that the ledger refused, oldest first."""
+    return [_LETTER.decode(each.data) async for each in bus.read(topology.DEAD_LETTERS, subjects.DEAD_ATTEMPTS)]
+
+
+# Prices ----------------------------------------------------------------------------------------------------
+
+
+async def set_prices(bus: Bus, made: list[Price]) -> None:
+    """Keep these; one with the same model, tier and day is replaced."""
+    present = await prices(bus)
+    for price in made:
+        check_name("model name", price.model)
+        others = {each.currency for each in present} - {price.currency}
+        if others:
+            raise ComposeError(f"prices are in {others.pop()}; all have one currency")
+        key = f"{subjects.encode(price.model)}.{price.tier}.{price.valid_from}"
+        await bus.kv_put(topology.PRICES, key, _PRICE.encode(price))
+
+
+async def prices(bus: Bus) -> list[Price]:
+    """By model, tier and day."""
+    found = [_PRICE.decode(entry.value) for entry in (await bus.kv_all(topology.PRICES)).values()]
+    return sorted(found, key=lambda price: (price.model, price.tier, price.valid_from))
+
+
+def micros(text: str) -> int:
+    """A price such as ``0.15`` in whole millionths; raises ValueError."""
+    try:
+        number = Decimal(text) * 1_000_000
+    except InvalidOperation as error:
+        raise ValueError(f"{text!r} is not a number") from error
+    if not (number.is_finite() and 0 <= number <= 10**12 and number == number.to_integral_value()):
+        raise ValueError(f"the price {text} is not from 0 to 1000000 with at most 6 digits after the point")
+    return int(number)
+
+
+def shown(micro: int) -> str:
+    """Millionths as people write them."""
+    return f"{Decimal(micro) / 1_000_000:f}"

@@ -1,0 +1,434 @@
+"""``headrace up``: the whole system on one machine, kept up until it is told to stop.
+
+Decides what runs with which settings; compose.stack.processes keeps it running. Order: NATS, topology and records,
+then all services at once; ``run.json`` once a request would be served. Topology and records are entered again in
+each later life of NATS, which may have lost its store.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from compose.stack import admin, nats_config
+from compose.stack.data_dir import (
+    ROLES,
+    ComposeError,
+    DataDir,
+    Engine,
+    Options,
+    Role,
+    Run,
+    Secrets,
+    write_private,
+)
+from compose.stack.processes import Child, Ports, Probe, Spec, Supervisor, http_reason, nats_reason, nats_server
+from compose.stack.terminal import Terminal, quiet_logs
+from contracts import registry, topology
+from contracts.bus import Bus, BusError
+from contracts.messages import Manifest, TenantRecord
+
+START_LIMIT_S = 900.0
+"""Until everything is ready; a cold disk and a large model take minutes. A guess."""
+RESTORE_S = 1.0
+"""Between two tries to enter the records again."""
+STOP_ORDER: tuple[Role, ...] = ("gateway", "worker", "scheduler", "ledger", "nats")
+GRACE_S: dict[Role, float] = {"gateway": 35.0, "worker": 35.0, "scheduler": 5.0, "ledger": 15.0, "nats": 5.0}
+"""Longer than what the services give themselves to drain."""
+DEMO_TENANT = "demo"
+SQL_USER = "analyst"
+ADMIN_TENANT = "admin"
+SIMULATED_MODEL = "simulated"
+SIMULATED_VERSION = "sim-1"
+OUTPUT_TOKENS = {"simulated": 16, "vllm": 512}
+"""Output limit of a request that states none."""
+_OMP_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+"""Cores of a vLLM worker: one each, measured better than sharing them; the environment may say otherwise."""
+LOG_BYTES_KEPT = 64 * 2**20
+"""A log larger than this is set aside at the next start."""
+
+
+def run(options: Options, data_dir: Path) -> int:
+    """Start, keep up, stop. The exit status: 0 after a signal, 1 when the stack cannot be kept up."""
+    quiet_logs()
+    terminal = Terminal()
+    directory = DataDir(data_dir)
+    directory.prepare()
+    lock = directory.lock()
+    try:
+        directory.remove_run()
+        ports = Ports()
+        shared = ports.take(options.host, options.port, shared=True)
+        manifests = [make_manifest(options.engine, name, options.sim_context) for name in options.models]
+        if len({manifest.name for manifest in manifests}) < len(manifests):
+            raise ComposeError("two of the models have the same name")
+        return asyncio.run(_run(options, directory, ports, shared, manifests, terminal))
+    finally:
+        os.close(lock)
+
+
+async def _run(
+    options: Options,
+    directory: DataDir,
+    ports: Ports,
+    shared_port: int,
+    manifests: list[Manifest],
+    terminal: Terminal,
+) -> int:
+    stack = Stack(options, directory, ports, shared_port, manifests, terminal)
+    stopping = asyncio.Event()
+
+    def interrupted() -> None:
+        if stopping.is_set():
+            stack.supervisor.hurry.set()
+        stopping.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, interrupted)
+    life = asyncio.create_task(stack.live())
+    asked = asyncio.create_task(stopping.wait())
+    await asyncio.wait([life, asked], return_when=asyncio.FIRST_COMPLETED)
+    stopping.set()
+    life.cancel()
+    problem = (await asyncio.gather(life, return_exceptions=True))[0]
+    failed = not isinstance(problem, asyncio.CancelledError)
+    terminal.show("")
+    terminal.say(f"{problem}; stopping everything" if failed else "stopping (Ctrl-C again: at once)")
+    await stack.stop()
+    if failed and not isinstance(problem, ComposeError):
+        assert problem is not None
+        raise problem
+    terminal.say("stopped")
+    return 1 if failed else 0
+
+
+class Stack:
+    """The processes of one ``headrace up`` and where they are reached."""
+
+    def __init__(
+        self,
+        options: Options,
+        directory: DataDir,
+        ports: Ports,
+        shared_port: int,
+        manifests: list[Manifest],
+        terminal: Terminal,
+    ) -> None:
+        self.supervisor = Supervisor(restarted=self._restarted, say=terminal.say)
+        self._options = options
+        self._directory = directory
+        self._ports = ports
+        self._port = shared_port
+        self._manifests = manifests
+        self._terminal = terminal
+        self._secrets: Secrets = directory.secrets()
+        self._nats = ""
+        self._sql = ""
+        self._gateway_ports = [ports.free(shared=True) for _ in range(options.gateways)]
+        self._metrics: dict[str, list[str]] = {}
+        self._served = False
+        self._restoring: asyncio.Task[None] | None = None
+
+    async def live(self) -> NoReturn:
+        """Start everything and stay until something cannot be kept up; raises ComposeError then."""
+        started_s = time.monotonic()
+        starting = asyncio.create_task(self._start())
+        try:
+            ends: list[asyncio.Future[Any]] = [starting, self.supervisor.failed]
+            await asyncio.wait(ends, timeout=START_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                self._served = True
+                if self._sql:
+                    self._directory.write_sql(f"http://{self._sql}", SQL_USER, self._secrets.sql_password)
+                self._write_run()
+                self._greet(time.monotonic() - started_s)
+            elif not self.supervisor.failed.done():
+                raise ComposeError(f"not ready within {START_LIMIT_S:g} s: {self._waiting_for()}")
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        raise ComposeError(await asyncio.shield(self.supervisor.failed))
+
+    async def stop(self) -> None:
+        self._served = False
+        self._directory.remove_run()
+        if self._restoring:
+            self._restoring.cancel()
+        await self.supervisor.stop(STOP_ORDER)
+        self._ports.close()
+
+    async def _start(self) -> None:
+        if not self._options.nats_url:
+            await self.supervisor.wait_ready([self._add_nats()])
+        await self._keep_records()
+        for index in range(self._options.schedulers):
+            self._add_service("scheduler", index, {})
+        for index in range(self._options.workers * len(self._manifests)):
+            self._add_worker(index, self._manifests[index // self._options.workers])
+        for index, port in enumerate(self._gateway_ports):
+            self._add_gateway(index, port)
+        clickhouse = self._options.clickhouse_url or f"chdb://{self._directory.ledger}"
+        self._add_service("ledger", 0, {"HEADRACE_CLICKHOUSE_URL": clickhouse, **self._sql_door()})
+        await self._wait_ready()
+
+    async def _wait_ready(self) -> None:
+        """Until every child is ready; shows what is waited for once it takes longer than people expect."""
+        waiting = asyncio.create_task(self.supervisor.wait_ready(self.supervisor.children))
+        shown = ""
+        try:
+            while not (await asyncio.wait([waiting], timeout=1.0))[0]:
+                if (reasons := self._waiting_for()) != shown:
+                    self._terminal.show(f"waiting for {reasons}")
+                    shown = reasons
+        finally:
+            waiting.cancel()
+            self._terminal.show("")
+
+    def _waiting_for(self) -> str:
+        unready = [child for child in self.supervisor.children if not child.ready.is_set()]
+        reasons = [f"{child.spec.name} ({child.reason or 'starting'})" for child in unready]
+        return ", ".join(reasons) or "records on the bus"
+
+    # What is on the bus before services start --------------------------------------------------------------
+
+    async def _keep_records(self, *, again: bool = False) -> None:
+        """Topology, manifests, and the first tenants and keys. ``again``: only what is not there."""
+        try:
+            bus = await Bus.connect(self._nats_url("operator"), name="operator")
+        except BusError as error:
+            raise ComposeError(str(error)) from error
+        try:
+            for line in await topology.ensure(bus):
+                self._terminal.say(f"note: {line}")
+            present = {manifest.name for manifest in await registry.models(bus)} if again else set()
+            if not again and not self._options.nats_url:
+                await registry.keep_only(bus, {manifest.name for manifest in self._manifests})
+            for manifest in self._manifests:
+                if manifest.name not in present:
+                    await registry.put_manifest(bus, manifest)
+            await self._keep_first_keys(bus)
+        except BusError as error:
+            raise ComposeError(f"NATS refused what Headrace keeps there: {error}") from error
+        finally:
+            await bus.close()
+
+    async def _keep_first_keys(self, bus: Bus) -> None:
+        pepper = admin.read_pepper(self._directory.pepper)
+        for tenant, secret, is_admin in (
+            (DEMO_TENANT, self._secrets.key, False),
+            (ADMIN_TENANT, self._secrets.admin_key, True),
+        ):
+            if await registry.tenant(bus, tenant) is None:
+                await registry.create_tenant(bus, TenantRecord(name=tenant))
+            await registry.keep_key(bus, pepper, secret, tenant, admin=is_admin)
+
+    def _restarted(self, child: Child) -> None:
+        self._write_run()
+        if child.spec.role == "nats":
+            if self._restoring:
+                self._restoring.cancel()  # what it has entered may be lost with the store
+            self._restoring = asyncio.create_task(self._restore(child))
+
+    async def _restore(self, nats: Child) -> None:
+        """Enter the records in a new life of NATS."""
+        while True:
+            await nats.ready.wait()
+            try:
+                await self._keep_records(again=True)
+                return
+            except ComposeError as error:
+                self._terminal.say(f"note: the records are not entered yet: {error}")
+            await asyncio.sleep(RESTORE_S)
+
+    # Processes ---------------------------------------------------------------------------------------------
+
+    def _add_nats(self) -> Child:
+        binary = nats_server()
+        port = self._ports.free()
+        self._nats = f"127.0.0.1:{port}"
+        configuration = self._directory.nats / "nats.conf"
+        write_nats_configuration(configuration, self._nats, self._directory.nats / "store", self._secrets)
+        return self._add("nats", 0, [binary, "-c", str(configuration)], {}, lambda: nats_reason("127.0.0.1", port))
+
+    def _add_worker(self, index: int, manifest: Manifest) -> None:
+        options = self._options
+        settings = {"HEADRACE_MODEL": manifest.name}
+        if options.engine == "simulated":
+            settings |= {
+                "HEADRACE_SIM_SLOTS": str(options.sim_slots),
+                "HEADRACE_SIM_KV_TOKENS": str(options.sim_kv_tokens),
+                "HEADRACE_SIM_PREFILL_TPS": str(options.sim_prefill_tps),
+                "HEADRACE_SIM_ITL_MS": str(options.sim_itl_ms),
+                "HEADRACE_SIM_CONTEXT": str(options.sim_context),
+            }
+        else:
+            cores = sorted(os.sched_getaffinity(0))
+            core = str(cores[index % len(cores)])
+            settings[_OMP_BIND] = os.environ.get(_OMP_BIND, core)
+        self._add_service("worker", index, settings)
+
+    def _add_gateway(self, index: int, port: int) -> None:
+        listen = [f"{self._options.host}:{self._port}", f"127.0.0.1:{port}"]
+        self._add_service(
+            "gateway",
+            index,
+            {
+                "HEADRACE_LISTEN": json.dumps(listen),
+                "HEADRACE_PEPPER_FILE": str(self._directory.pepper),
+                "HEADRACE_TLS_CERT_FILE": self._options.tls_cert,
+                "HEADRACE_TLS_KEY_FILE": self._options.tls_key,
+            },
+            lambda: http_reason("127.0.0.1", port, tls=bool(self._options.tls_cert)),
+        )
+
+    def _sql_door(self) -> dict[str, str]:
+        """Settings of the ledger's SQL door, which there is with the built-in engine."""
+        if self._options.clickhouse_url:
+            return {}
+        self._sql = f"127.0.0.1:{self._ports.free()}"
+        write_private(self._directory.sql_password, self._secrets.sql_password.encode())
+        return {
+            "HEADRACE_SQL_LISTEN": self._sql,
+            "HEADRACE_SQL_USER": SQL_USER,
+            "HEADRACE_SQL_PASSWORD_FILE": str(self._directory.sql_password),
+        }
+
+    def _add_service(self, role: Role, index: int, settings: dict[str, str], probe: Probe | None = None) -> None:
+        metrics_port = self._ports.free()
+        self._metrics.setdefault(role, []).append(f"http://127.0.0.1:{metrics_port}/metrics")
+        settings = settings | {
+            "HEADRACE_NATS_URL": self._nats_url(role),
+            "HEADRACE_LOG_FORMAT": "json",
+            "HEADRACE_METRICS_HOST": "127.0.0.1",
+            "HEADRACE_METRICS_PORT": str(metrics_port),
+        }
+        command = [sys.executable, "-P", "-m", role]
+        self._add(role, index, command, settings, probe or (lambda: http_reason("127.0.0.1", metrics_port)))
+
+    def _add(self, role: Role, index: int, command: list[str], settings: dict[str, str], probe: Probe) -> Child:
+        name = "nats" if role == "nats" else f"{role}-{index}"
+        log = self._directory.logs / f"{name}.log"
+        if log.exists() and log.stat().st_size > LOG_BYTES_KEPT:
+            log.replace(log.with_suffix(".log.1"))
+        spec = Spec(
+            name=name,
+            role=role,
+            command=command,
+            environment=os.environ | settings,
+            log=log,
+            probe=probe,
+            grace_s=GRACE_S[role],
+        )
+        return self.supervisor.add(spec)
+
+    # Where things are --------------------------------------------------------------------------------------
+
+    @property
+    def _url(self) -> str:
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._options.host, self._options.host)
+        return f"{self._scheme}://{host}:{self._port}"
+
+    @property
+    def _scheme(self) -> str:
+        return "https" if self._options.tls_cert else "http"
+
+    def _nats_url(self, user: str) -> str:
+        if self._options.nats_url:
+            return self._options.nats_url
+        return f"nats://{user}:{self._secrets.nats_passwords[user]}@{self._nats}"
+
+    def _write_run(self) -> None:
+        """``run.json`` as things are now; nothing before a request would be served."""
+        if not self._served:
+            return
+        self._directory.write_run(
+            Run(
+                url=self._url,
+                gateway_urls=[f"{self._scheme}://127.0.0.1:{port}" for port in self._gateway_ports],
+                metrics_urls=self._metrics,
+                nats_url=self._nats_url("operator"),
+                key=self._secrets.key,
+                admin_key=self._secrets.admin_key,
+                pids={
+                    role: [child.pid for child in self.supervisor.of(role) if child.pid is not None] for role in ROLES
+                },
+            )
+        )
+
+    def _greet(self, took_s: float) -> None:
+        body = {
+            "model": self._manifests[0].name,
+            "stream": True,
+            "temperature": 0,
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        }
+        door = f"  SQL        http://{self._sql} (reads only; user and password in sql.json)\n" if self._sql else ""
+        self._terminal.say(
+            f"ready after {took_s:.1f} s\n\n"
+            f"  page       {self._url}/\n"
+            f"  usage      {self._url}/usage\n"
+            f"  API        {self._url}/v1\n"
+            f"  key        {self._secrets.key}\n"
+            f"  models     {', '.join(manifest.name for manifest in self._manifests)}\n"
+            f"{door}"
+            f"  data       {self._directory.path} (logs in logs/, addresses in run.json)\n\n"
+            f"  curl -N {self._url}/v1/chat/completions -H 'Authorization: Bearer {self._secrets.key}' \\\n"
+            f"    -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n\n"
+            f"Headrace is ready at {self._url}"
+        )
+
+
+def write_nats_configuration(path: Path, listen: str, store: Path, secrets: Secrets) -> None:
+    """compose/deploy/nats.conf with its variables defined ahead of it, and the file of users that it includes."""
+    variables = {"LISTEN": listen, "STORE": str(store)}
+    nats_config.write(path.parent, secrets.nats_passwords, secrets.nats_tenants)
+    definitions = "".join(f"HEADRACE_NATS_{name}: {json.dumps(value)}\n" for name, value in variables.items())
+    write_private(path, definitions.encode() + (Path(__file__).parents[1] / "deploy" / "nats.conf").read_bytes())
+
+
+def default_model(engine: Engine) -> str:
+    """The model that is served when none is named."""
+    if engine == "simulated":
+        return SIMULATED_MODEL
+    from compose.stack import models
+
+    return models.DEFAULT_MODEL
+
+
+def make_manifest(engine: Engine, name: str, sim_context: int) -> Manifest:
+    """The manifest of a model; its files are prepared, with progress on the terminal, where it has any."""
+    created_at_ms = time.time_ns() // 1_000_000
+    if engine == "simulated":
+        return Manifest(
+            name=registry.check_name("model name", name),
+            version=SIMULATED_VERSION,
+            engine="simulated",
+            context=sim_context,
+            default_output_tokens=OUTPUT_TOKENS["simulated"],
+            created_at_ms=created_at_ms,
+        )
+    from compose.stack import models
+
+    try:
+        with models.console_progress() as progress:
+            prepared = models.prepare(name, progress=progress)
+    except models.ModelError as error:
+        raise ComposeError(str(error)) from error
+    return Manifest(
+        name=registry.check_name("model name", prepared.name),
+        version=prepared.version,
+        engine="vllm",
+        context=prepared.context,
+        endpoints=prepared.endpoints,
+        default_output_tokens=OUTPUT_TOKENS["vllm"],
+        artifacts=prepared.files,
+        path=str(prepared.path),
+        tokenizer_fingerprint=prepared.tokenizer_fingerprint,
+        created_at_ms=created_at_ms,
+    )

@@ -1,0 +1,86 @@
+"""Logs, metrics and health of a service process: structlog, prometheus_client, and the small server for both."""
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+import prometheus_client
+import structlog
+
+from contracts.service.config import ServiceConfig
+
+
+def configure_logging(config: ServiceConfig, service: str) -> None:
+    """Every log record of this process, ours and the libraries', to standard error as JSON or pretty lines."""
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    renderer: structlog.typing.Processor
+    if config.log_format == "json":
+        shared.append(structlog.processors.format_exc_info)
+        renderer = structlog.processors.JSONRenderer()
+    else:
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(config.log_level.upper())),
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=True,
+    )
+
+    def name_service(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        event["service"] = service
+        return event
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, name_service, renderer],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(config.log_level.upper())
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Quiet(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are not worth a line each."""
+
+
+def serve(config: ServiceConfig, not_ready: Callable[[], str]) -> None:
+    """Serve ``/metrics``, ``/health/live`` and ``/health/ready`` from a daemon thread; none when the port is 0.
+
+    ``not_ready`` gives the reason why the service is not ready, or an empty string.
+    """
+    if config.metrics_port == 0:
+        return
+    metrics = prometheus_client.make_wsgi_app()
+
+    def application(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO", "")
+        if path == "/metrics":
+            return metrics(environ, start_response)
+        if path == "/health/live":
+            status, text = "200 OK", "ok"
+        elif path == "/health/ready":
+            reason = not_ready()
+            status, text = ("503 Service Unavailable", reason) if reason else ("200 OK", "ok")
+        else:
+            status, text = "404 Not Found", "not found"
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+        return [b"" if environ["REQUEST_METHOD"] == "HEAD" else text.encode()]
+
+    server = make_server(config.metrics_host, config.metrics_port, application, _Server, _Quiet)
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()

@@ -1,0 +1,444 @@
+"""One stream's frames, put in order and fenced: what of them reaches the caller, and how the stream ends.
+
+Pure: no clock, no I/O. The holder of a stream (gateway, client) passes in frames, answers and the time, and
+performs the effects in order. The rules are DESIGN.md section 4, Fence and Never a silent hole:
+
+- A relay is locked to the first generation (attempt, worker) that sends content. Attempt N, or ``lost`` for
+  N-1, voids lower attempts: when the caller has seen some of one, the stream fails; what was only gathered is
+  thrown away and awaited anew. Two generations are never concatenated.
+- Chunks are forwarded in ``seq`` order, each once. A gap is asked for at the worker; silence is asked about
+  at the scheduler, whose answer tells of a lost tail, and what the closing frame says: that one alone may be
+  missing. What cannot be had ends the stream with an error.
+- Exactly one ``Finish`` or ``Fail``, the last effect of all. How long a request may wait is the scheduler's
+  business, not decided here.
+
+Memory per stream: generation.Bounds for each of at most ``generations_max`` generations, and only one of them
+assembles. At most 2 * 8 MiB held behind gaps and 2 * 64 MiB while one answer is joined; 8 MiB for a stream of
+ordinary chunks from one worker; next to nothing while frames come in order.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from contracts.errors import TABLE
+from contracts.messages import (
+    EndData,
+    Epoch,
+    ErrorData,
+    Frame,
+    FrameKind,
+    FramesAnswer,
+    LostData,
+    Outcome,
+    StatusAnswer,
+)
+from contracts.streaming.generation import Bounds, Generation, TooLarge
+
+
+class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Times and bounds. Workers keep an attempt's frames longer than ``silence_ms_max + repair_ms_max``."""
+
+    silence_ms: int = 4_000
+    """Above the 3 s after which a worker counts as lost: its ``lost`` frame usually comes first."""
+    silence_ms_max: int = 8_000
+    """The limit doubles up to this while the scheduler says that all is well; 2,000 queued streams then ask
+    250 times a second."""
+    repair_again_ms: int = 500
+    repair_ms_max: int = 10_000
+    """Longest repair without progress."""
+    status_again_ms: int = 2_000
+    """Pause after an answer that settled nothing (unknown, unreachable)."""
+    unknown_max: int = 3
+    """Answers in a row that nobody knows the request; the first may come from an owner that just began."""
+    unreachable_ms_max: int = 60_000
+    answer_ms_max: int = 5_000
+    """A question without an answer for so long is put again; the holder's own time limit is shorter."""
+    generations_max: int = 2
+    """Workers listened to for one attempt before content; the scheduler gives it to one."""
+    bounds: Bounds = Bounds()
+
+
+class Forward(msgspec.Struct, frozen=True, gc=False):
+    """One OpenAI chunk for the caller, or the whole answer when the request does not stream."""
+
+    data: msgspec.Raw | bytes
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """The stream is complete, or was cancelled as ``end.outcome`` says."""
+
+    end: EndData
+
+
+class Fail(msgspec.Struct, frozen=True):
+    """The stream ends with this error, of a code in errors.TABLE. The request may still run: cancel it."""
+
+    error: ErrorData
+
+
+class AskFrames(msgspec.Struct, frozen=True):
+    """Send a FramesRequest to the worker and give its answer (None: unreachable) to ``on_frames_answer``."""
+
+    worker: str
+    attempt: int
+    from_seq: int
+
+
+class AskStatus(msgspec.Struct, frozen=True):
+    """Send a StatusRequest to the scheduler and give its answer (None: unreachable) to ``on_status``."""
+
+
+Effect = Forward | Finish | Fail | AskFrames | AskStatus
+Effects = Sequence[Effect]
+
+NOTHING: tuple[Effect, ...] = ()
+DEFAULT = RelaySettings()
+NO_EPOCH = Epoch()
+
+_end_of = msgspec.json.Decoder(EndData).decode
+_error_of = msgspec.json.Decoder(ErrorData).decode
+_lost_of = msgspec.json.Decoder(LostData).decode
+
+_UNTOLD: dict[Outcome, tuple[str, str]] = {
+    "completed": ("stream_interrupted", "Part of the answer was lost on the way and could not be recovered."),
+    "cancelled": ("cancelled", "The request was cancelled."),
+    "failed": ("engine_error", "The engine failed while it ran this request."),
+    "lost": ("worker_lost", "The worker that ran this request was lost."),
+    "expired": ("deadline_exceeded", "The request's deadline passed before it ran."),
+}
+"""What a caller is told of an ended request of whose frames some cannot be had."""
+
+
+class Relay:
+    """One stream. ``now_ms`` is of a clock that never goes back. After the end every call returns nothing."""
+
+    def __init__(self, *, stream: bool, now_ms: int, settings: RelaySettings = DEFAULT) -> None:
+        self.finished = False
+        """A ``Finish`` or ``Fail`` has been returned."""
+        self.started = False
+        """A ``Forward`` has been returned."""
+        self._stream = stream
+        self._settings = settings
+        self._epoch = NO_EPOCH
+        self._floor = 1
+        """Lowest attempt that is not void. Only generations of this attempt are kept."""
+        self._generations: dict[str, Generation] = {}
+        self._locked: Generation | None = None
+        self._quiet_since_ms = now_ms
+        self._silence_ms = settings.silence_ms
+        self._calm = True
+        """No answer of the scheduler since the last frame."""
+        self._status_asked_at_ms: int | None = None
+        self._unreachable_since_ms: int | None = None
+        self._unknown_count = 0
+
+    # Events -------------------------------------------------------------------------------------------------
+
+    def on_frame(self, worker: str, frame: Frame, now_ms: int, epoch: Epoch = NO_EPOCH) -> Effects:
+        """A frame of this stream arrived in a ReplyMessage with these ``worker`` and ``epoch``."""
+        locked = self._locked
+        if (  # The common case, in a microsecond: the next chunk of a stream that misses nothing.
+            locked is not None
+            and frame.seq == locked.next_seq
+            and frame.kind == "chunk"
+            and frame.attempt == locked.attempt
+            and worker == locked.worker
+            and locked.seen_seq < frame.seq
+            and not locked.parts
+            and self._stream
+            and self._calm
+        ):
+            locked.seen_seq = frame.seq
+            locked.next_seq += 1
+            self._quiet_since_ms = now_ms
+            return (Forward(frame.data),)
+        if self.finished:
+            return NOTHING
+        if not worker:
+            return self._on_scheduler_frame(frame, epoch)
+        return self._on_worker_frames(worker, frame.attempt, [frame], now_ms)
+
+    def on_frames_answer(self, worker: str, attempt: int, answer: FramesAnswer | None, now_ms: int) -> Effects:
+        """Answer to ``AskFrames``; None: the worker was not reached."""
+        generation = self._generations.get(worker)
+        if self.finished or generation is None or generation.attempt != attempt:
+            return NOTHING
+        generation.asking = False
+        if answer is None:
+            return NOTHING  # Asked again by the tick, within the bound.
+        if not answer.known:
+            return self._give_up(generation) if generation.behind else NOTHING
+        if answer.more:
+            last = answer.frames[-1].seq if answer.frames else generation.next_seq - 1
+            generation.note_exists(last + 1, now_ms)
+        before = generation.next_seq
+        effects = list(self._on_worker_frames(worker, attempt, answer.frames, now_ms))
+        if not self.finished and generation.behind and generation.next_seq > before and not generation.asking:
+            effects.append(self._ask_frames(generation, now_ms))
+        return effects
+
+    def on_status(self, answer: StatusAnswer | None, now_ms: int) -> Effects:
+        """Answer to ``AskStatus``; None: the scheduler was not reached."""
+        if self.finished:
+            return NOTHING
+        self._status_asked_at_ms = None
+        self._quiet_since_ms = now_ms
+        self._calm = False
+        if answer is None:
+            return self._on_unreachable(now_ms)
+        self._unreachable_since_ms = None
+        if answer.state == "unknown":
+            return self._on_unknown(now_ms)
+        self._unknown_count = 0
+        if answer.state == "ended":
+            return self._on_ended(answer, now_ms)
+        self._silence_ms = min(max(self._silence_ms, self._settings.silence_ms) * 2, self._settings.silence_ms_max)
+        if answer.state in ("dispatched", "running") and answer.worker:
+            return self._look_at(answer.attempt, answer.worker, now_ms)
+        return NOTHING
+
+    def on_tick(self, now_ms: int) -> Effects:
+        """Time has passed; call it every 250 ms to 1 s."""
+        if self.finished:
+            return NOTHING
+        effects: list[Effect] = []
+        for generation in self._generations.values():
+            if not generation.behind:
+                continue
+            if now_ms - generation.behind_since_ms >= self._settings.repair_ms_max:
+                return self._give_up(generation)
+            if self._may_ask(generation, now_ms):
+                effects.append(self._ask_frames(generation, now_ms))
+        if self._status_due(now_ms):
+            self._status_asked_at_ms = now_ms
+            effects.append(AskStatus())
+        return effects
+
+    # Frames of the scheduler --------------------------------------------------------------------------------
+
+    def _on_scheduler_frame(self, frame: Frame, epoch: Epoch) -> Effects:
+        if epoch < self._epoch:
+            return NOTHING
+        self._epoch = epoch
+        try:
+            if frame.kind == "error":
+                return self._fail(_known_code(_error_of(frame.data)))
+            if frame.kind == "end":
+                end = _end_of(frame.data)
+                # What was completed ends by the worker's own frame, after all its chunks.
+                return self._finish(end) if end.outcome == "cancelled" else NOTHING
+            if frame.kind == "lost" and frame.attempt >= self._floor:
+                lost = _error("lost")
+                if not _lost_of(frame.data).retry:
+                    return self._fail(lost)
+                return self._void_below(frame.attempt + 1, lost)
+        except msgspec.MsgspecError:
+            return self._fail(_broken("The scheduler sent a malformed frame."))
+        return NOTHING
+
+    # Frames of workers --------------------------------------------------------------------------------------
+
+    def _on_worker_frames(self, worker: str, attempt: int, frames: Sequence[Frame], now_ms: int) -> Effects:
+        """Frames of one generation, live or repaired."""
+        if attempt < self._floor or not frames:
+            return NOTHING
+        if failed := self._void_below(attempt, _error("lost")):
+            return failed
+        generation = self._generation(worker)
+        if generation is None:
+            return NOTHING
+        effects: list[Effect] = []
+        for frame in frames:
+            if frame.attempt != attempt or not generation.lacks(frame.seq):
+                continue
+            self._heard(now_ms)
+            for kind, data in generation.place(frame, now_ms):
+                self._in_order(generation, kind, data, effects)
+                if self.finished:
+                    return effects
+        if (end := generation.untold_end) is not None:
+            self._on_end(generation, end, effects)
+        elif generation.behind:
+            if self._may_ask(generation, now_ms):
+                effects.append(self._ask_frames(generation, now_ms))
+        elif generation.verdict is not None:
+            # It ended, and no closing frame was among its frames.
+            effects.extend(self._fail(generation.verdict))
+        return effects
+
+    def _generation(self, worker: str) -> Generation | None:
+        """The worker's generation at the floor; None when it is not to be listened to."""
+        if self._locked is not None:
+            return self._locked if self._locked.worker == worker else None
+        generation = self._generations.get(worker)
+        if generation is None and len(self._generations) < self._settings.generations_max:
+            generation = self._generations[worker] = Generation(self._floor, worker, self._settings.bounds)
+        return generation
+
+    def _heard(self, now_ms: int) -> None:
+        self._quiet_since_ms = now_ms
+        self._silence_ms = self._settings.silence_ms
+        self._calm = True
+        self._unreachable_since_ms = None
+        self._unknown_count = 0
+
+    def _in_order(self, generation: Generation, kind: FrameKind, data: msgspec.Raw, effects: list[Effect]) -> None:
+        try:
+            if kind in ("chunk", "part"):
+                self._on_content(generation, kind, data, effects)
+            elif kind == "end":
+                self._on_end(generation, _end_of(data), effects)
+            elif kind == "error":
+                effects.extend(self._fail(_known_code(_error_of(data))))
+        except msgspec.MsgspecError:
+            effects.extend(self._fail(_broken("The worker sent a malformed frame.")))
+        except TooLarge:
+            effects.extend(self._fail(_broken("The answer is larger than can be relayed.")))
+
+    def _on_content(self, generation: Generation, kind: FrameKind, data: msgspec.Raw, effects: list[Effect]) -> None:
+        self._lock(generation)
+        whole = generation.assemble(kind, data)
+        if whole is None:
+            return
+        if self._stream:
+            self.started = True
+            effects.append(Forward(whole))
+        elif generation.answer is None:
+            generation.answer = whole if isinstance(whole, bytes) else whole.copy()
+        else:
+            effects.extend(self._fail(_broken("The worker sent more than one answer.")))
+
+    def _lock(self, generation: Generation) -> None:
+        if self._locked is None:
+            self._locked = generation
+            self._generations = {generation.worker: generation}
+
+    def _on_end(self, generation: Generation, end: EndData, effects: list[Effect]) -> None:
+        if end.outcome not in ("completed", "cancelled") or generation.parts:
+            effects.extend(self._fail(_error(end.outcome)))
+            return
+        if not self._stream and end.outcome == "completed":
+            if generation.answer is None:
+                effects.extend(self._fail(_broken("The worker ended without an answer.")))
+                return
+            self.started = True
+            effects.append(Forward(generation.answer))
+        effects.extend(self._finish(end))
+
+    # Answers ------------------------------------------------------------------------------------------------
+
+    def _on_unreachable(self, now_ms: int) -> Effects:
+        self._silence_ms = self._settings.status_again_ms
+        if self._unreachable_since_ms is None:
+            self._unreachable_since_ms = now_ms
+        elif now_ms - self._unreachable_since_ms >= self._settings.unreachable_ms_max:
+            return self._fail(self._nobody("The service that schedules this model cannot be reached."))
+        return self._ask_workers(now_ms)
+
+    def _on_unknown(self, now_ms: int) -> Effects:
+        self._silence_ms = self._settings.status_again_ms
+        self._unknown_count += 1
+        if self._unknown_count >= self._settings.unknown_max:
+            return self._fail(self._nobody("Nobody knows this request any more."))
+        return self._ask_workers(now_ms)
+
+    def _ask_workers(self, now_ms: int) -> Effects:
+        """The scheduler was of no help; the worker may well live, and have ended the attempt meanwhile."""
+        return [
+            self._ask_frames(generation, now_ms)
+            for generation in self._generations.values()
+            if self._may_ask(generation, now_ms)
+        ]
+
+    def _nobody(self, message: str) -> ErrorData:
+        return ErrorData(code="stream_interrupted" if self.started else "unavailable", message=message)
+
+    def _on_ended(self, answer: StatusAnswer, now_ms: int) -> Effects:
+        outcome = answer.outcome or "failed"
+        verdict = _known_code(answer.error) if answer.error is not None else _error(outcome)
+        if outcome in ("lost", "expired") or not answer.worker or answer.attempt < self._floor:
+            return self._fail(verdict)
+        if failed := self._void_below(answer.attempt, verdict):
+            return failed
+        generation = self._generation(answer.worker)
+        if generation is None:
+            return self._fail(verdict)
+        generation.verdict = verdict
+        generation.end = answer.end
+        generation.note_exists(answer.last_seq, now_ms)
+        if (end := generation.untold_end) is not None:
+            effects: list[Effect] = []
+            self._on_end(generation, end, effects)
+            return effects
+        if not generation.behind:
+            return self._fail(verdict)
+        return [self._ask_frames(generation, now_ms)] if self._may_ask(generation, now_ms) else NOTHING
+
+    def _look_at(self, attempt: int, worker: str, now_ms: int) -> Effects:
+        """The attempt runs there: ask for what it has sent beyond what is known here."""
+        if attempt < self._floor:
+            return NOTHING
+        if failed := self._void_below(attempt, _error("lost")):
+            return failed
+        generation = self._generation(worker)
+        if generation is None or not self._may_ask(generation, now_ms):
+            return NOTHING
+        return [self._ask_frames(generation, now_ms)]
+
+    # Questions ----------------------------------------------------------------------------------------------
+
+    def _may_ask(self, generation: Generation, now_ms: int) -> bool:
+        return generation.may_ask(now_ms, self._settings.repair_again_ms, self._settings.answer_ms_max)
+
+    def _ask_frames(self, generation: Generation, now_ms: int) -> AskFrames:
+        generation.note_asked(now_ms)
+        return AskFrames(generation.worker, generation.attempt, generation.next_seq)
+
+    def _status_due(self, now_ms: int) -> bool:
+        if self._status_asked_at_ms is not None:
+            return now_ms - self._status_asked_at_ms >= self._settings.answer_ms_max
+        return now_ms - self._quiet_since_ms >= self._silence_ms
+
+    # Ends ---------------------------------------------------------------------------------------------------
+
+    def _void_below(self, attempt: int, error: ErrorData) -> Effects:
+        """Attempts below ``attempt`` are void; fails with ``error`` when the caller has seen some of one."""
+        if attempt <= self._floor:
+            return NOTHING
+        self._floor = attempt
+        self._locked = None
+        self._generations.clear()
+        return self._fail(error) if self.started else NOTHING
+
+    def _give_up(self, generation: Generation) -> Effects:
+        return self._fail(generation.verdict or _error("completed"))
+
+    def _fail(self, error: ErrorData) -> Effects:
+        self._close()
+        return (Fail(error),)
+
+    def _finish(self, end: EndData) -> Effects:
+        self._close()
+        return (Finish(end),)
+
+    def _close(self) -> None:
+        self.finished = True
+        self._locked = None
+        self._generations.clear()
+
+
+def _error(outcome: Outcome) -> ErrorData:
+    code, message = _UNTOLD[outcome]
+    return ErrorData(code=code, message=message)
+
+
+def _broken(message: str) -> ErrorData:
+    return ErrorData(code="internal_error", message=message)
+
+
+def _known_code(error: ErrorData) -> ErrorData:
+    """``error`` with a code that has a row in errors.TABLE: a newer sender may know more codes."""
+    if error.code in TABLE:
+        return error
+    return msgspec.structs.replace(error, code="internal_error")

@@ -1,0 +1,224 @@
+"""Anthropic's Messages API (``/v1/messages``): what a body may hold, and the chat that vLLM will render of it.
+
+vLLM answers it; nothing is translated on the way. ``chat`` repeats what vLLM 0.32 makes of the messages
+(``vllm.entrypoints.anthropic.serving``) for the count of prompt tokens alone, and tests compare both.
+"""
+
+import json
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from gateway.apis.fields import (
+    Positive,
+    Temperature,
+    Text,
+    TopK,
+    TopP,
+    Valid,
+    check_temperature,
+    converted,
+    refuse,
+    travelling,
+)
+from gateway.apis.sampling import Stops
+from gateway.apis.structured_outputs import Budget, Tool, check_schema, check_tools
+
+BILLING_HEADER = "x-anthropic-billing-header"
+"""Claude Code's first system text, which vLLM leaves out."""
+
+
+class _ResultPart(msgspec.Struct):
+    type: Literal["text"]
+    text: str
+
+
+class _Block(msgspec.Struct):
+    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    text: str | None = None
+    thinking: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    content: str | list[_ResultPart] | None = None
+    tool_use_id: str | None = None
+
+
+class _SystemBlock(msgspec.Struct):
+    type: Literal["text"]
+    text: str
+
+
+class _Message(msgspec.Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[_Block]
+
+
+class _Tool(msgspec.Struct):
+    name: Text
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class _ToolChoice(msgspec.Struct):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class _Thinking(msgspec.Struct):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=1024)] | None = None
+
+
+class _Format(msgspec.Struct):
+    schema: dict[str, Any]
+    type: Literal["json_schema"] = "json_schema"
+
+
+class _OutputConfig(msgspec.Struct):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: _Format | None = None
+
+
+class _Body(msgspec.Struct, kw_only=True):
+    model: str
+    messages: Annotated[list[_Message], Meta(min_length=1)]
+    max_tokens: Positive
+    stream: bool | None = None
+    system: str | list[_SystemBlock] | None = None
+    stop_sequences: Stops | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: _ToolChoice | None = None
+    thinking: _Thinking | None = None
+    output_config: _OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def validate(fields: dict[str, Any]) -> Valid:
+    """The request in ``fields``; raises HeadraceError that names the field at fault."""
+    body = converted(fields, _Body)
+    check_temperature(body.temperature)
+    for index, message in enumerate(body.messages):
+        if isinstance(message.content, list):
+            for number, block in enumerate(message.content):
+                _check_block(f"messages[{index}].content[{number}]", message.role, block)
+    _check_constraints(body)
+    thinking = body.thinking
+    if thinking is not None and thinking.type == "enabled":
+        if thinking.budget_tokens is None:
+            refuse("thinking.budget_tokens", "Enabled thinking needs a budget of tokens.")
+        if thinking.budget_tokens >= body.max_tokens:
+            refuse("thinking.budget_tokens", "The budget must be below 'max_tokens'.")
+    left_out = {"max_tokens"} if body.tools else {"max_tokens", "tool_choice"}
+    return Valid(
+        fields=travelling(fields, _Body, left_out),
+        stream=bool(body.stream),
+        choices=1,
+        max_output_tokens=body.max_tokens,
+    )
+
+
+def _check_constraints(body: _Body) -> None:
+    choice, budget = body.tool_choice, Budget()
+    named = choice.name or "" if choice is not None and choice.type == "tool" else None
+    tools = [
+        Tool(f"tools[{index}].input_schema", each.name, each.input_schema)
+        for index, each in enumerate(body.tools or ())
+    ]
+    check_tools(tools, choice.type if choice is not None and named is None else None, named, budget)
+    if body.output_config is not None and body.output_config.format is not None:
+        check_schema("output_config.format.schema", body.output_config.format.schema, budget)
+
+
+def _check_block(where: str, role: str, block: _Block) -> None:
+    needs = {"text": block.text, "thinking": block.thinking, "tool_use": block.name}
+    if block.type in needs and needs[block.type] is None:
+        refuse(where, f"A block of the type {block.type!r} needs its {'name' if block.name else block.type}.")
+    if block.type == "tool_result" and role != "user":
+        refuse(where, "Results of tools come in messages with the role 'user'.")
+    if role == "system" and block.type != "text":
+        refuse(where, "A message with the role 'system' holds text.")
+
+
+def chat(fields: dict[str, Any], *, system_first: bool) -> dict[str, Any]:
+    """The fields of a chat body that render to the same prompt.
+
+    ``system_first``: the template takes system text only at the start, so that vLLM puts all of it there.
+    """
+    messages: list[dict[str, Any]] = []
+    system = _system_texts(fields.get("system", ""))
+    if system_first:
+        for message in fields["messages"]:
+            if message["role"] == "system":
+                system += _system_texts(message["content"])
+    if system:
+        messages.append({"role": "system", "content": "".join(system)})
+    for message in fields["messages"]:
+        if message["role"] == "system":
+            text = "".join(_system_texts(message["content"]))
+            if text and not system_first:
+                messages.append({"role": "system", "content": text})
+        elif isinstance(message["content"], str):
+            messages.append({"role": message["role"], "content": message["content"]})
+        else:
+            _add_blocks(message["role"], message["content"], messages)
+    chat: dict[str, Any] = {"messages": messages}
+    if tools := fields.get("tools"):
+        chat["tools"] = [_function(tool) for tool in tools]
+    if (effort := (fields.get("output_config") or {}).get("effort")) is not None:
+        chat["reasoning_effort"] = effort
+    if (fields.get("thinking") or {}).get("type") == "disabled":
+        chat["reasoning_effort"] = "none"
+    if "chat_template_kwargs" in fields:
+        chat["chat_template_kwargs"] = fields["chat_template_kwargs"]
+    return chat
+
+
+def _system_texts(content: str | list[dict[str, Any]]) -> list[str]:
+    texts = [content] if isinstance(content, str) else [block["text"] for block in content]
+    return [text for text in texts if text and not text.startswith(BILLING_HEADER)]
+
+
+def _add_blocks(role: str, blocks: list[dict[str, Any]], messages: list[dict[str, Any]]) -> None:
+    """One message with all that is said in the blocks, after one message for each result of a tool."""
+    parts: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for block in blocks:
+        if block["type"] == "text" and block["text"]:
+            parts.append({"type": "text", "text": block["text"]})
+        elif block["type"] == "thinking":
+            thoughts.append(block["thinking"])
+        elif block["type"] == "tool_use":
+            arguments = json.dumps(block.get("input") or {})
+            function = {"name": block["name"], "arguments": arguments}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif block["type"] == "tool_result":
+            content = block.get("content") or ""
+            text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": text})
+    message: dict[str, Any] = {"role": role}
+    if thoughts:
+        message["reasoning"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    if parts:
+        message["content"] = parts
+    if role != "user" or parts:
+        messages.append(message)
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    function = {
+        "name": tool["name"],
+        "description": tool.get("description"),
+        "parameters": {**tool["input_schema"], "type": tool["input_schema"].get("type", "object")},
+        "strict": tool.get("strict"),
+    }
+    return {"type": "function", "function": function}

@@ -1,0 +1,199 @@
+"""OpenAI's Responses API (``/v1/responses``): what a body may hold, and the chat that vLLM will render of it.
+
+vLLM answers it; nothing is translated on the way. ``chat`` repeats what vLLM 0.32 makes of the input
+(``vllm.entrypoints.openai.responses.utils``) for the count of prompt tokens alone, and tests compare both.
+Nothing is kept between requests: what asks for that is refused, but for ``store``, which clients send by habit.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from gateway.apis.fields import Positive, Text, Valid, converted, refuse, travelling
+from gateway.apis.json_limits import check_text
+from gateway.apis.sampling import LogprobCount, Sampling
+from gateway.apis.structured_outputs import Budget, Tool, check_schema, check_tools
+
+_STATEFUL = {
+    "background": "Answers in the background are not offered.",
+    "previous_response_id": "Responses are not kept: send the conversation in 'input'.",
+    "conversation": "Conversations are not kept: send them in 'input'.",
+    "prompt": "Stored prompts are not offered: send 'instructions' and 'input'.",
+}
+
+
+class _Part(msgspec.Struct):
+    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
+    text: str | None = None
+    refusal: str | None = None
+
+
+class _Item(msgspec.Struct):
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[_Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[_Part] | None = None
+    summary: list[_Part] | None = None
+    encrypted_content: str | None = None
+
+
+class _Tool(msgspec.Struct):
+    type: Literal["function"]
+    name: Text
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _ToolChoice(msgspec.Struct):
+    name: Text
+    type: Literal["function"] = "function"
+
+
+class _Reasoning(msgspec.Struct):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class _Format(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+
+
+class _TextConfig(msgspec.Struct):
+    format: _Format | None = None
+
+
+class _Body(Sampling, kw_only=True):
+    input: str | Annotated[list[_Item], Meta(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Positive | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    top_logprobs: LogprobCount | None = None
+    text: _TextConfig | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | _ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: _Reasoning | None = None
+    include_reasoning: bool | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def validate(fields: dict[str, Any], vocabulary: int) -> Valid:
+    """The request in ``fields``; raises HeadraceError that names the field at fault."""
+    for name, why in _STATEFUL.items():
+        if fields.get(name):
+            refuse(name, why)
+    body = converted(fields, _Body)
+    budget = Budget()
+    body.check(vocabulary, budget)
+    if isinstance(body.input, list):
+        for index, item in enumerate(body.input):
+            _check_item(f"input[{index}]", item)
+    form = body.text.format if body.text is not None else None
+    if form is not None and form.type == "json_schema":
+        if form.schema is None or form.name is None:
+            refuse("text.format", "The type 'json_schema' needs a 'name' and a 'schema'.")
+        check_schema("text.format.schema", form.schema, budget)
+    _check_tools(body, budget)
+    left_out = {"max_output_tokens"} if body.tools else {"max_output_tokens", "tool_choice", "parallel_tool_calls"}
+    return Valid(
+        fields=travelling(fields, _Body, left_out),
+        stream=bool(body.stream),
+        choices=1,
+        max_output_tokens=body.max_output_tokens,
+        limit_field="max_output_tokens",
+        prompt_field="input",
+    )
+
+
+def _check_item(where: str, item: _Item) -> None:
+    if item.type == "message" and (item.role is None or item.content is None):
+        refuse(where, "A message needs a 'role' and 'content'.")
+    if item.type == "function_call" and None in (item.call_id, item.name, item.arguments):
+        refuse(where, "A function call needs 'call_id', 'name' and 'arguments'.")
+    if item.arguments is not None:
+        check_text(f"{where}.arguments", item.arguments)
+    if item.type == "function_call_output" and None in (item.call_id, item.output):
+        refuse(where, "A function call's output needs 'call_id' and 'output'.")
+    if item.encrypted_content:
+        refuse(f"{where}.encrypted_content", "Encrypted reasoning is not offered.")
+    for name in ("content", "output", "summary"):
+        parts = getattr(item, name)
+        for number, part in enumerate(parts if isinstance(parts, list) else ()):
+            if (part.refusal if part.type == "refusal" else part.text) is None:
+                refuse(f"{where}.{name}[{number}]", f"A part of the type {part.type!r} needs its text.")
+
+
+def _check_tools(body: _Body, budget: Budget) -> None:
+    choice = body.tool_choice
+    named = choice.name if isinstance(choice, _ToolChoice) else None
+    tools = [
+        Tool(f"tools[{index}].parameters", each.name, each.parameters) for index, each in enumerate(body.tools or ())
+    ]
+    check_tools(tools, None if isinstance(choice, _ToolChoice) else choice, named, budget)
+
+
+def chat(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a chat body that render to the same prompt.
+
+    For an input that ends in an unfinished message of the assistant, which vLLM continues, it is an estimate.
+    """
+    messages: list[dict[str, Any]] = []
+    if instructions := fields.get("instructions"):
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(fields["input"], str):
+        messages.append({"role": "user", "content": fields["input"]})
+    else:
+        for item in fields["input"]:
+            _add_item(item, messages)
+    chat: dict[str, Any] = {"messages": messages}
+    if tools := fields.get("tools"):
+        chat["tools"] = [{"type": "function", "function": tool} for tool in tools]
+    if (effort := (fields.get("reasoning") or {}).get("effort")) is not None:
+        chat["reasoning_effort"] = effort
+    if "chat_template_kwargs" in fields:
+        chat["chat_template_kwargs"] = fields["chat_template_kwargs"]
+    return chat
+
+
+def _add_item(item: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+    """A message of its own, or the part of the assistant's last message that it lacks."""
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    kind = item.get("type", "message")
+    if kind == "function_call_output":
+        messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+    elif kind == "function_call":
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        call = {"id": item["call_id"], "type": "function", "function": function}
+        if last is not None:
+            last.setdefault("tool_calls", []).append(call)
+        else:
+            messages.append({"role": "assistant", "tool_calls": [call]})
+    elif kind == "reasoning":
+        texts = item.get("content") or item.get("summary") or [{"text": ""}]
+        _add_to_assistant(last, "reasoning", texts if isinstance(texts, str) else texts[0]["text"], messages)
+    elif item["role"] == "assistant" and item["content"]:
+        _add_to_assistant(last, "content", _first_text(item["content"]), messages)
+    else:
+        messages.append({"role": item["role"], "content": item["content"]})
+
+
+def _add_to_assistant(last: dict[str, Any] | None, name: str, text: str, messages: list[dict[str, Any]]) -> None:
+    if last is not None and last.get(name) is None:
+        last[name] = text
+    else:
+        messages.append({"role": "assistant", name: text})
+
+
+def _first_text(content: str | list[dict[str, Any]]) -> str:
+    """vLLM takes no more than the first part of what an assistant wrote."""
+    if isinstance(content, str):
+        return content
+    text: str = content[0].get("text") or ""
+    return text

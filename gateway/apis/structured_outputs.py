@@ -1,0 +1,283 @@
+"""What may constrain an answer: JSON schemas (those of tools, too), patterns, grammars and choices.
+
+An engine compiles them before the first token, one after the other for all its callers, and the time grows steeply
+with some of their parts: 1,000 optional properties take 16 s, 20,000 choices held an engine up until it was given up
+as hung (measured with xgrammar). The bounds keep one request at some two seconds; OpenAI's own are alike.
+Whether a pattern or a grammar is well-formed is the engine's to say, with 400 and before the first token.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from gateway.apis.fields import Text, refuse
+
+PROPERTIES_MAX = 1000
+OPTIONAL_MAX = 200
+"""Properties of one object that are not required: the time grows with their cube."""
+VALUES_MAX = 1000
+"""Values of all ``enum``, and choices."""
+CHARS_MAX = 120_000
+"""Of names and values in all schemas of a request; of choices; as OpenAI has it."""
+PATTERN_CHARS_MAX = 1024
+"""Of one pattern. With ``([a-z]*[0-9]*|b.*)*`` 400 times over an engine found no end."""
+PATTERNS_CHARS_MAX = 8192
+"""Of all patterns of a request."""
+GRAMMAR_CHARS_MAX = 32_768
+REPEATS_MAX = 1_000_000
+"""Largest bound on a length or a number of items: far beyond any context."""
+REPETITIONS_MAX = 16
+"""Different long repetitions in lengths, numbers of items and patterns: each costs up to two seconds of CPU (measured;
+the same one again costs nothing)."""
+LONG = 32
+"""Times from which a repetition counts; ten times take .07 s, a hundred 1 s."""
+
+
+_REPEATED = re.compile(r"\{\d*,?(\d+)\}", re.ASCII)
+
+
+class Budget:
+    """What the constraints of one request have taken so far."""
+
+    def __init__(self) -> None:
+        self._left = {
+            "properties": PROPERTIES_MAX,
+            "values in 'enum'": VALUES_MAX,
+            "characters in names and values": CHARS_MAX,
+            "characters in patterns": PATTERNS_CHARS_MAX,
+        }
+        self._repetitions: set[object] = set()
+
+    def properties(self, where: str, count: int) -> None:
+        self._take(where, "properties", count)
+
+    def values(self, where: str, count: int) -> None:
+        self._take(where, "values in 'enum'", count)
+
+    def chars(self, where: str, count: int) -> None:
+        self._take(where, "characters in names and values", count)
+
+    def pattern(self, where: str, text: object) -> None:
+        if not isinstance(text, str) or "\0" in text or len(text) > PATTERN_CHARS_MAX:
+            refuse(where, f"A pattern is text of at most {PATTERN_CHARS_MAX} characters, none of them NUL.")
+        self._take(where, "characters in patterns", len(text))
+        if any(int(times) >= LONG for times in _REPEATED.findall(text)):
+            self.repetition(where, text)
+
+    def repetition(self, where: str, kind: object) -> None:
+        self._repetitions.add(kind)
+        if len(self._repetitions) > REPETITIONS_MAX:
+            refuse(
+                where,
+                f"More than {REPETITIONS_MAX} different repetitions of {LONG} times or more.",
+            )
+
+    def _take(self, where: str, what: str, count: int) -> None:
+        self._left[what] -= count
+        if self._left[what] < 0:
+            refuse(where, f"This is too large to constrain an answer by: too many {what} in all.")
+
+
+class StructuredOutputs(msgspec.Struct):
+    """vLLM's own field."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1, max_length=VALUES_MAX)] | None = None
+    grammar: Annotated[str, Meta(min_length=1, max_length=GRAMMAR_CHARS_MAX)] | None = None
+    json_object: bool | None = None
+    structural_tag: Annotated[str, Meta(max_length=GRAMMAR_CHARS_MAX)] | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+
+    def check(self, where: str, budget: Budget) -> None:
+        kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+        if sum(getattr(self, name) is not None for name in kinds) != 1:
+            refuse(where, f"Give exactly one of {', '.join(kinds)}.")
+        if self.json is not None:
+            schema = _decoded(f"{where}.json", self.json) if isinstance(self.json, str) else self.json
+            check_schema(f"{where}.json", schema, budget)
+        if self.regex is not None:
+            budget.pattern(f"{where}.regex", self.regex)
+        if self.whitespace_pattern is not None:
+            budget.pattern(f"{where}.whitespace_pattern", self.whitespace_pattern)
+        if self.choice is not None:
+            budget.chars(f"{where}.choice", sum(map(len, self.choice)))
+        if self.structural_tag is not None:
+            _check_tag(f"{where}.structural_tag", _decoded(f"{where}.structural_tag", self.structural_tag), budget)
+
+
+class _JsonSchema(msgspec.Struct):
+    name: Text
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """The chat's ``response_format``; ``structural_tag`` is vLLM's."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: _JsonSchema | None = None
+    format: dict[str, Any] | None = None
+    structures: list[Any] | None = None
+    triggers: list[str] | None = None
+
+    def check(self, where: str, budget: Budget) -> None:
+        if self.type == "json_schema":
+            if self.json_schema is None or self.json_schema.schema is None:
+                refuse(f"{where}.json_schema", "The type 'json_schema' needs a 'json_schema' with 'name' and 'schema'.")
+            check_schema(f"{where}.json_schema.schema", self.json_schema.schema, budget)
+        elif self.type == "structural_tag":
+            if self.format is None and (self.structures is None or self.triggers is None):
+                refuse(where, "The type 'structural_tag' needs a 'format', or 'structures' and 'triggers'.")
+            if len(msgspec.json.encode([self.format, self.structures, self.triggers])) > GRAMMAR_CHARS_MAX:
+                refuse(where, f"A structural tag has at most {GRAMMAR_CHARS_MAX} characters.")
+            _check_tag(where, [self.format, self.structures], budget)
+
+
+def _decoded(where: str, text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        refuse(where, "This is not JSON.")
+
+
+def _check_tag(where: str, tag: Any, budget: Budget) -> None:
+    """The schemas and patterns that stand anywhere in a structural tag."""
+    waiting = [tag]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            for name, value in node.items():
+                if name in ("schema", "json_schema"):
+                    check_schema(f"{where}.{name}", value, budget)
+                elif name == "pattern":
+                    budget.pattern(f"{where}.{name}", value)
+                else:
+                    waiting.append(value)
+        elif isinstance(node, list):
+            waiting += node
+
+
+# Tools -----------------------------------------------------------------------------------------------------
+
+
+class Tool(NamedTuple):
+    """One that a request offers; ``where`` is its schema's place in the body."""
+
+    where: str
+    name: str
+    schema: dict[str, Any] | None
+
+
+def check_tools(tools: Sequence[Tool], choice: str | None, named: str | None, budget: Budget) -> None:
+    """``choice`` is a mode, or None beside the name of a function.
+
+    Unless no call is wanted the schemas of all tools are compiled, also of those that are not strict and where the
+    model may choose: our workers have vLLM hold arguments to them (``tool_strict_level``). 300 optional properties held
+    an answer up for 6 s (measured).
+    """
+    if named is not None:
+        if named not in [tool.name for tool in tools]:
+            refuse("tool_choice", "'tool_choice' names a function that is not among 'tools'.")
+    elif not tools and choice not in (None, "none", "auto"):
+        refuse("tool_choice", "'tool_choice' needs 'tools'.")
+    for tool in tools if choice != "none" else ():
+        check_schema(tool.where, tool.schema or {}, budget)
+
+
+# JSON schemas ----------------------------------------------------------------------------------------------
+
+_TYPES = {"string", "number", "integer", "boolean", "null", "array", "object"}
+_SCHEMA = ("additionalProperties", "unevaluatedProperties", "propertyNames", "unevaluatedItems", "contains", "not")
+_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_REPEATS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"))
+
+
+def check_schema(where: str, schema: Any, budget: Budget) -> None:
+    """Raises HeadraceError that names the place in ``schema`` which is no JSON schema, or is too large to compile."""
+    waiting = [(where, schema)]
+    while waiting:
+        at, node = waiting.pop()
+        if isinstance(node, bool) and at != where:
+            continue
+        if not isinstance(node, dict):
+            refuse(at, "A schema is an object.")
+        _check_keywords(at, node, budget)
+        if (reference := node.get("$ref")) is not None and not _resolves(reference, schema):
+            refuse(f"{at}.$ref", "This refers to nothing inside the schema ('#', or '#/$defs/...').")
+        for name in _SCHEMA:
+            if name in node:
+                waiting.append((f"{at}.{name}", node[name]))
+        for name in (*_SCHEMAS, "items"):
+            if isinstance(parts := node.get(name), list):
+                waiting += [(f"{at}.{name}[{index}]", part) for index, part in enumerate(parts)]
+            elif name == "items" and parts is not None:
+                waiting.append((f"{at}.items", parts))
+            elif parts is not None:
+                refuse(f"{at}.{name}", "This is a list of schemas.")
+        for name in _NAMED:
+            if (named := node.get(name)) is not None:
+                if not isinstance(named, dict):
+                    refuse(f"{at}.{name}", "This is an object of schemas by name.")
+                budget.chars(f"{at}.{name}", sum(map(len, named)))
+                waiting += [(f"{at}.{name}.{key[:64]}", value) for key, value in named.items()]
+
+
+def _check_keywords(at: str, node: dict[str, Any], budget: Budget) -> None:
+    """What is no schema in itself."""
+    if (kinds := node.get("type")) is not None:
+        for kind in kinds if isinstance(kinds, list) and kinds else [kinds]:
+            if not isinstance(kind, str) or kind not in _TYPES:
+                refuse(f"{at}.type", f"A type is one of {', '.join(sorted(_TYPES))}, or a list of them.")
+    if (values := node.get("enum")) is not None:
+        if not isinstance(values, list) or not values:
+            refuse(f"{at}.enum", "This is a list with at least one value.")
+        budget.values(f"{at}.enum", len(values))
+        budget.chars(f"{at}.enum", len(msgspec.json.encode(values)))
+    if "const" in node:
+        budget.chars(f"{at}.const", len(msgspec.json.encode(node["const"])))
+    required = node.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        refuse(f"{at}.required", "This is a list of names.")
+    if isinstance(properties := node.get("properties"), dict):
+        budget.properties(f"{at}.properties", len(properties))
+        if len(properties.keys() - set(required)) > OPTIONAL_MAX:
+            refuse(f"{at}.properties", f"At most {OPTIONAL_MAX} properties of an object may be optional.")
+    if "pattern" in node:
+        budget.pattern(f"{at}.pattern", node["pattern"])
+    if isinstance(named := node.get("patternProperties"), dict):
+        for pattern in named:
+            budget.pattern(f"{at}.patternProperties", pattern)
+    for names in _REPEATS:
+        for name in names:
+            if (bound := node.get(name)) is not None and not (_is_whole(bound) and 0 <= bound <= REPEATS_MAX):
+                refuse(f"{at}.{name}", f"This is a whole number from 0 to {REPEATS_MAX}.")
+        bounds = tuple(node.get(name) or 0 for name in names)
+        if max(bounds) >= LONG:
+            budget.repetition(f"{at}.{names[bounds[1] >= LONG]}", (names, bounds))
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _resolves(reference: object, schema: Any) -> bool:
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return False
+    node = schema
+    for step in reference.split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, dict) and name in node:
+            node = node[name]
+        elif isinstance(node, list) and name.isdecimal() and name.isascii() and int(name[:9]) < len(node):
+            node = node[int(name[:9])]
+        else:
+            return False
+    return True

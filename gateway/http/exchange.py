@@ -1,0 +1,232 @@
+"""What holds for every HTTP answer: ids, CORS, the error envelope, metrics, and bodies that were not read.
+
+Pure ASGI: nothing here stands between a streaming response and the caller's disconnect.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+import structlog
+
+from contracts import ids
+from contracts.errors import HeadraceError
+from gateway import metrics
+from gateway.apis import response_format
+
+_log = structlog.get_logger()
+
+Headers = list[tuple[bytes, bytes]]
+ASGIMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[ASGIMessage]]
+Send = Callable[[ASGIMessage], Awaitable[None]]
+Scope = MutableMapping[str, Any]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+CLIENT_ID_CHARS_MAX = 128
+LEFTOVER_BYTES_MAX = 1 << 20
+"""An unread rest of a body up to this size is swallowed by the server and the connection lives on."""
+LINGER_S = 2.0
+LINGER_BYTES_MAX = 32 << 20
+"""A larger rest is read for so long, so that the caller sees the answer before its connection breaks."""
+
+_EXPOSED = (
+    b"x-request-id, x-client-request-id, retry-after, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, "
+    b"x-ratelimit-reset-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
+)
+_PREFLIGHT_S = b"7200"
+
+
+class Exchange:
+    """One HTTP request and its answer. ``receive`` and ``send`` are what the application is given."""
+
+    __slots__ = (
+        "_linger",
+        "_receive",
+        "_send",
+        "answer_headers",
+        "body_read",
+        "client_request_id",
+        "request_id",
+        "scope",
+        "started_at",
+        "status",
+        "wire",
+    )
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self._receive = receive
+        self._send = send
+        self.request_id = ids.request_id()
+        self.client_request_id = _client_request_id(scope["headers"])
+        self.started_at = time.monotonic()
+        self.status = 0
+        """0 until the answer has begun."""
+        self.body_read = False
+        self.answer_headers: Headers = [(b"x-request-id", self.request_id.encode())]
+        if self.client_request_id:
+            self.answer_headers.append((b"x-client-request-id", self.client_request_id.encode()))
+        self.wire = response_format.of_path(scope["path"])
+        if self.wire is response_format.MESSAGES:
+            self.answer_headers.append((b"request-id", self.request_id.encode()))  # Anthropic's name for it
+        self._linger = False
+
+    async def receive(self) -> ASGIMessage:
+        message = await self._receive()
+        if message["type"] == "http.request" and not message.get("more_body", False):
+            self.body_read = True
+        return message
+
+    async def send(self, message: ASGIMessage) -> None:
+        if message["type"] == "http.response.start":
+            if self.status:
+                return  # An error handler behind an answer that has begun.
+            self.status = message["status"]
+            headers = [*message.get("headers", ()), *self.answer_headers]
+            if self._unread_bytes() > LEFTOVER_BYTES_MAX:
+                self._linger = True
+                headers.append((b"connection", b"close"))
+            message = {**message, "headers": headers}
+        elif self._linger and not message.get("more_body", False):
+            await self._send({**message, "more_body": True})
+            await self._read_rest()
+            message = {"type": "http.response.body"}
+        await self._send(message)
+
+    @property
+    def send_body(self) -> Send:
+        """Sends further parts of an answer that has begun, past all layers: streams send thousands of them."""
+        return self._send
+
+    async def respond(self, status: int, body: bytes, content_type: bytes, headers: Headers | None = None) -> None:
+        """A whole answer."""
+        await self.send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [
+                    (b"content-type", content_type),
+                    (b"content-length", str(len(body)).encode()),
+                    *(headers or ()),
+                ],
+            }
+        )
+        await self.send({"type": "http.response.body", "body": body})
+
+    async def fail(self, error: HeadraceError, headers: Headers | None = None, *, status: int = 0) -> None:
+        """Answer with the API's error body."""
+        metrics.REFUSALS.labels(error.code).inc()
+        body = msgspec.json.encode(self.wire.error_body(error.code, error.message, error.param, self.request_id))
+        extra = list(headers or ())
+        if error.entry.retry_after:
+            extra.append((b"retry-after", str(max(1, error.retry_after_s or 1)).encode()))
+        if error.code == "invalid_api_key":
+            extra.append((b"www-authenticate", b"Bearer"))
+        if error.code == "shutting_down":
+            extra.append((b"connection", b"close"))
+        await self.respond(status or error.entry.status, body, b"application/json", extra)
+
+    def _unread_bytes(self) -> int:
+        """Of the body, as far as can be said; unbounded for a chunked one."""
+        if self.body_read:
+            return 0
+        given = dict(self.scope["headers"])
+        if b"transfer-encoding" in given:
+            return LEFTOVER_BYTES_MAX + 1
+        length = given.get(b"content-length", b"0")
+        return int(length) if length.isdigit() else 0
+
+    async def _read_rest(self) -> None:
+        size = 0
+        try:
+            async with asyncio.timeout(LINGER_S):
+                while not self.body_read and size < LINGER_BYTES_MAX:
+                    message = await self.receive()
+                    if message["type"] == "http.disconnect":
+                        return
+                    size += len(message.get("body", b""))
+        except TimeoutError:
+            pass
+
+
+def _client_request_id(headers: Headers) -> str:
+    """The caller's own id, when it is fit to be echoed and recorded."""
+    for name, value in headers:
+        if name == b"x-request-id":
+            value = value.strip()  # The parser leaves white space that stands behind a value.
+            if 0 < len(value) <= CLIENT_ID_CHARS_MAX and all(0x20 < byte < 0x7F for byte in value):
+                return value.decode("ascii")
+    return ""
+
+
+class Edge:
+    """Outermost application: wraps each HTTP request in an Exchange, found as ``scope["headrace"]``."""
+
+    def __init__(self, app: App, *, cors_origins: tuple[str, ...]) -> None:
+        self._app = app
+        self._origins = {origin.encode() for origin in cors_origins}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # No lifespan and no WebSockets here.
+        exchange = scope["headrace"] = Exchange(scope, receive, send)
+        _normalise_path(scope)
+        self._allow_origin(exchange)
+        try:
+            if _is_preflight(scope):
+                await self._preflight(exchange)
+            else:
+                await self._app(scope, exchange.receive, exchange.send)
+        except HeadraceError as error:
+            if not exchange.status:
+                await exchange.fail(error)
+        except Exception:
+            _log.exception("unhandled", request_id=exchange.request_id, path=scope["path"])
+            if not exchange.status:
+                await exchange.fail(HeadraceError("internal_error", "Something went wrong inside the service."))
+        finally:
+            route = scope.get("route")
+            metrics.REQUESTS.labels(getattr(route, "path", "other"), str(exchange.status or 499)).inc()
+
+    def _allow_origin(self, exchange: Exchange) -> None:
+        origin = dict(exchange.scope["headers"]).get(b"origin")
+        if origin is None or not self._origins:
+            return
+        if b"*" in self._origins:
+            allowed = b"*"
+        elif origin in self._origins:
+            allowed = origin
+            exchange.answer_headers.append((b"vary", b"Origin"))
+        else:
+            return
+        exchange.answer_headers += [
+            (b"access-control-allow-origin", allowed),
+            (b"access-control-expose-headers", _EXPOSED),
+        ]
+
+    async def _preflight(self, exchange: Exchange) -> None:
+        """A browser asks, without a key, whether a page may call."""
+        given = dict(exchange.scope["headers"])
+        headers: Headers = [
+            (b"access-control-allow-methods", b"GET, POST, PATCH, DELETE, OPTIONS"),
+            (b"access-control-max-age", _PREFLIGHT_S),
+        ]
+        if asked := given.get(b"access-control-request-headers"):
+            headers.append((b"access-control-allow-headers", asked))
+        await exchange.send({"type": "http.response.start", "status": 204, "headers": headers})
+        await exchange.send({"type": "http.response.body"})
+
+
+def _is_preflight(scope: Scope) -> bool:
+    names = {name for name, _ in scope["headers"]}
+    return scope["method"] == "OPTIONS" and {b"origin", b"access-control-request-method"} <= names
+
+
+def _normalise_path(scope: Scope) -> None:
+    """A trailing slash is as if absent: no redirect, which would lose the key or the scheme."""
+    path = scope["path"]
+    if len(path) > 1 and path.endswith("/") and not path.endswith("//"):
+        scope["path"] = path[:-1]

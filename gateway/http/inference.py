@@ -1,0 +1,329 @@
+"""The inference endpoints: a request in, server-sent events or one JSON answer out.
+
+The caller's disconnect is watched from the moment the body is read, streaming or not; it cancels the generation.
+The status line of a stream waits for the first frame, so that early failures are plain HTTP errors.
+"""
+
+import asyncio
+import time
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import structlog
+from starlette.requests import Request
+from starlette.responses import Response
+
+from contracts.errors import HeadraceError
+from contracts.messages import Endpoint, ErrorData, RateLimits, Reply
+from gateway import metrics
+from gateway.apis import response_format
+from gateway.config import GatewayConfig
+from gateway.http import body
+from gateway.http.body import CallerLeft
+from gateway.http.exchange import Exchange, Headers, Receive, Scope, Send
+from gateway.intake.admission import Admission, Call
+from gateway.intake.auth import Directory
+from gateway.streams.hub import KEEP_ALIVE, Hub, Stream
+
+_log = structlog.get_logger()
+
+DEADLINE_MS_MAX = 3_600_000
+
+_STREAM_HEADERS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Caller:
+    """Watches for the hang-up of an HTTP caller: inside the block it becomes CallerLeft."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._over = False
+        self._left = False
+
+    def __enter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._watcher = asyncio.create_task(self._watch())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.let_go()
+        self._watcher.cancel()
+        if self._left:
+            self._task.uncancel()
+            if kind is asyncio.CancelledError:
+                raise CallerLeft from None
+
+    def let_go(self) -> None:
+        """What comes now ends the answer; a disconnect is no longer of interest."""
+        self._over = True
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self._over:
+            self._left = True
+            self._task.cancel()
+
+
+class Completions:
+    """The endpoints that generate, each as an ASGI application: ``partial(completions, endpoint)``."""
+
+    def __init__(
+        self,
+        *,
+        directory: Directory,
+        admission: Admission,
+        hub: Hub,
+        config: GatewayConfig,
+    ) -> None:
+        self._directory = directory
+        self._admission = admission
+        self._hub = hub
+        self._config = config
+        self.draining = False
+        """New requests are refused."""
+        self._active = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def finished(self, within_s: float) -> bool:
+        """Whether no request is under way any more, within this time."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), within_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def __call__(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope["headrace"]
+        ending = _Ending(exchange)
+        self._active += 1
+        self._idle.clear()
+        try:
+            await self._serve(endpoint, exchange, ending)
+        except HeadraceError as error:
+            ending.refused(error)
+            if not exchange.status:
+                await exchange.fail(error, _limit_headers(ending.limits), status=ending.status)
+        except CallerLeft:
+            ending.outcome = "cancelled"
+        except Exception:
+            ending.outcome, ending.code = "failed", "internal_error"
+            raise
+        finally:
+            self._active -= 1
+            if not self._active:
+                self._idle.set()
+            ending.log()
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Anthropic's ``/v1/messages/count_tokens``: answered here, nothing is admitted or charged."""
+        exchange: Exchange = request.scope["headrace"]
+        headers = exchange.scope["headers"]
+        identity = self._directory.authenticate(headers)
+        try:
+            data = await self._read(exchange)
+        except CallerLeft:
+            return Response(status_code=499)
+        tokens = await self._admission.count(identity, data)
+        return Response(msgspec.json.encode({"input_tokens": tokens}), media_type="application/json")
+
+    async def _read(self, exchange: Exchange) -> bytes:
+        config, headers = self._config, exchange.scope["headers"]
+        return await body.read(headers, exchange.receive, bytes_max=config.body_bytes_max, s_max=config.body_s_max)
+
+    async def _serve(self, endpoint: Endpoint, exchange: Exchange, ending: "_Ending") -> None:
+        if self.draining:
+            raise HeadraceError("shutting_down", "This server is shutting down; try again.", retry_after_s=1)
+        headers = exchange.scope["headers"]
+        identity = self._directory.authenticate(headers)
+        ending.identified(identity.tenant.name, identity.key_id)
+        deadline_ms = _deadline_ms(headers)
+        data = await self._read(exchange)
+        call = ending.call = Call(
+            request_id=exchange.request_id,
+            identity=identity,
+            endpoint=endpoint,
+            reply=Reply(subject=self._hub.mailbox, stream=exchange.request_id),
+            holder=self._hub.holder,
+            deadline_ms=deadline_ms,
+            client_request_id=exchange.client_request_id,
+        )
+        with Caller(exchange.receive) as caller:
+            envelope = await self._admission.prepare(call, data)
+            del data
+            stream = ending.stream = Stream(
+                envelope, hold_s=self._config.hold_s, bytes_max=self._config.stream_bytes_max
+            )
+            self._hub.open(stream)
+            try:
+                envelope = await self._admission.admit(call, envelope)
+                stream.model = envelope.model
+                await self._admission.publish(call, envelope)
+                del envelope
+                if stream.sse:
+                    await _write_events(exchange, stream, caller, ending, response_format.of(endpoint))
+                else:
+                    await _write_answer(exchange, stream, caller, ending)
+            except asyncio.CancelledError:
+                # Also before the request was stored: the scheduler remembers a cancel of an id it does not know.
+                self._hub.leave(stream, "client_disconnected")
+                raise
+            finally:
+                self._hub.leave(stream)
+
+
+async def _write_events(
+    exchange: Exchange, stream: Stream, caller: Caller, ending: "_Ending", forms: response_format.Wire
+) -> None:
+    """Server-sent events until the stream's end. Raises HeadraceError when it ends before anything was sent."""
+    await stream.ready()
+    if stream.ended and not stream.first_chunk_at:
+        ending.raise_for(stream)
+    headers = [*_STREAM_HEADERS, *_limit_headers(ending.limits)]
+    await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
+    stream.committed = True
+    send = exchange.send_body
+    data = stream.take() or KEEP_ALIVE
+    while not stream.ended:
+        stream.last_write_at = time.monotonic()
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+        await stream.ready()
+        data = stream.take()
+    failure = ending.failure_of(stream)
+    if failure is None:
+        data += forms.done
+    else:
+        metrics.REFUSALS.labels(failure.code).inc()
+        data += forms.error_event(failure, stream.request_id, stream.attempt, stream.chunks)
+    caller.let_go()
+    await send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+async def _write_answer(exchange: Exchange, stream: Stream, caller: Caller, ending: "_Ending") -> None:
+    """One JSON answer. Raises HeadraceError when there is none."""
+    while not stream.ended:
+        await stream.ready()
+    ending.raise_for(stream)
+    caller.let_go()
+    await exchange.respond(200, stream.take(), b"application/json", _limit_headers(ending.limits))
+
+
+def _deadline_ms(headers: Headers) -> int | None:
+    given = [value.strip() for name, value in headers if name == b"x-headrace-deadline-ms"]
+    if not given:
+        return None
+    if len(given) == 1 and given[0].isdigit() and 0 < int(given[0][:12]) <= DEADLINE_MS_MAX:
+        return int(given[0])
+    raise HeadraceError(
+        "invalid_request",
+        f"X-Headrace-Deadline-Ms must be a whole number of milliseconds from 1 to {DEADLINE_MS_MAX}.",
+        param="X-Headrace-Deadline-Ms",
+    )
+
+
+def _limit_headers(limits: RateLimits | None) -> Headers:
+    """OpenAI's x-ratelimit headers, for those limits that there are."""
+    if limits is None:
+        return []
+    headers: Headers = []
+    for kind, limit, remaining, reset_ms in (
+        (b"requests", limits.limit_requests, limits.remaining_requests, limits.reset_requests_ms),
+        (b"tokens", limits.limit_tokens, limits.remaining_tokens, limits.reset_tokens_ms),
+    ):
+        if limit is not None:
+            headers += [
+                (b"x-ratelimit-limit-" + kind, b"%d" % limit),
+                (b"x-ratelimit-remaining-" + kind, b"%d" % max(0, remaining or 0)),
+                (b"x-ratelimit-reset-" + kind, _span(reset_ms)),
+            ]
+    return headers
+
+
+def _span(milliseconds: int) -> bytes:
+    """As OpenAI writes spans: 12ms, 1.5s, 6m0s."""
+    if milliseconds < 1000:
+        return b"%dms" % max(0, milliseconds)
+    minutes, rest = divmod(milliseconds, 60_000)
+    seconds = f"{rest / 1000:g}s"
+    return (f"{minutes}m{seconds}" if minutes else seconds).encode()
+
+
+class _Ending:
+    """How a request ended: told to the caller once, and written to the log as its one line."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._tenant = ""
+        self._key_id = ""
+        self.call: Call | None = None
+        self.stream: Stream | None = None
+        self.outcome = "completed"
+        self.code = ""
+        self.status = 0
+        """HTTP status when it is not the code's own."""
+
+    def identified(self, tenant: str, key_id: str) -> None:
+        self._tenant, self._key_id = tenant, key_id
+
+    @property
+    def limits(self) -> RateLimits | None:
+        return self.call.limits if self.call is not None else None
+
+    def refused(self, error: HeadraceError) -> None:
+        self.code = error.code
+        if self.outcome == "completed":
+            self.outcome = "refused"
+
+    def failure_of(self, stream: Stream) -> ErrorData | None:
+        """Why the ended stream is no complete answer; None when it is one."""
+        failure = stream.error
+        if failure is None and (stream.end is None or stream.end.outcome == "cancelled"):
+            failure = ErrorData(code="cancelled", message="The request was cancelled.")
+        if failure is not None:
+            self.outcome = "cancelled" if failure.code in ("cancelled", "slow_reader") else "failed"
+            self.code = failure.code
+        return failure
+
+    def raise_for(self, stream: Stream) -> None:
+        """Raises the failure of a stream as HeadraceError."""
+        if (failure := self.failure_of(stream)) is not None:
+            self.status = failure.status
+            raise HeadraceError(failure.code, failure.message, param=failure.param, retry_after_s=failure.retry_after_s)
+
+    def log(self) -> None:
+        exchange, call, stream = self._exchange, self.call, self.stream
+        now = time.monotonic()
+        model = call.model if call is not None else ""
+        end = stream.end if stream is not None else None
+        first_at = stream.first_chunk_at if stream is not None else 0.0
+        metrics.DURATION.labels(model).observe(now - exchange.started_at)
+        if stream is not None and stream.sse and first_at:
+            metrics.FIRST_TOKEN.labels(model).observe(first_at - exchange.started_at)
+        _log.info(
+            "request_finished",
+            request_id=exchange.request_id,
+            client_request_id=exchange.client_request_id,
+            tenant=self._tenant,
+            key_id=self._key_id,
+            model=model,
+            endpoint=call.endpoint if call is not None else "",
+            stream=call.stream if call is not None else False,
+            outcome=self.outcome,
+            code=self.code,
+            http_status=exchange.status or 499,
+            prompt_tokens=end.prompt_tokens if end is not None else call.prompt_tokens if call is not None else 0,
+            completion_tokens=end.completion_tokens if end is not None else 0,
+            attempt=stream.attempt if stream is not None else 0,
+            ttft_ms=round((first_at - exchange.started_at) * 1000, 1) if first_at else None,
+            duration_ms=round((now - exchange.started_at) * 1000, 1),
+        )

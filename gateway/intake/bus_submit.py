@@ -1,0 +1,118 @@
+"""The front door on the bus: ``submit.v1.<tenant>.<model>``, answered by any gateway.
+
+The tenant is the subject's, which the bus's permissions bind to the sender. Frames go from the worker straight to
+the sender's own reply subject; the gateway is out of the way once it has answered.
+"""
+
+import msgspec
+import structlog
+
+from contracts import ids, subjects
+from contracts.bus import Bus, BusError, Incoming, Subscription
+from contracts.errors import HeadraceError
+from contracts.messages import Codec, ErrorData, SubmitAnswer, SubmitRequest
+from gateway.http.inference import DEADLINE_MS_MAX
+from gateway.intake.admission import Admission, Call
+from gateway.intake.auth import Directory, Identity
+
+_log = structlog.get_logger()
+
+QUEUE = "gateways"
+KEY_ID = "bus"
+"""In the place of a key's id: the sender's bus credentials admitted it."""
+
+_submit_codec = Codec[SubmitRequest](SubmitRequest)
+_answer_codec = Codec[SubmitAnswer](SubmitAnswer)
+
+
+class FrontDoor:
+    def __init__(self, bus: Bus, directory: Directory, admission: Admission) -> None:
+        self._bus = bus
+        self._directory = directory
+        self._admission = admission
+        self._subscription: Subscription | None = None
+
+    async def start(self) -> None:
+        self._subscription = await self._bus.subscribe(subjects.SUBMITS, self._on_submit, queue=QUEUE, concurrent=True)
+
+    async def close(self) -> None:
+        """Take no more; what is under way is answered."""
+        if self._subscription is not None:
+            await self._subscription.close()
+            self._subscription = None
+
+    async def _on_submit(self, message: Incoming) -> None:
+        request_id = ids.request_id()
+        try:
+            answer = await self._submit(message, request_id)
+        except HeadraceError as error:
+            answer = _refusal(request_id, error)
+        except BusError as error:
+            _log.error("submit_failed", request_id=request_id, reason=str(error))
+            answer = _refusal(request_id, HeadraceError("unavailable", "The bus failed.", retry_after_s=2))
+        except Exception:
+            _log.exception("unhandled", request_id=request_id, subject=message.subject)
+            answer = _refusal(request_id, HeadraceError("internal_error", "Something went wrong inside the service."))
+        await message.respond(_answer_codec.encode(answer))
+
+    async def _submit(self, message: Incoming, request_id: str) -> SubmitAnswer:
+        try:
+            tenant_name, model = subjects.tenant_and_model_of_submit(message.subject)
+        except subjects.InvalidName as error:
+            raise HeadraceError("invalid_request", f"The subject is malformed: {error}.") from error
+        tenant = self._directory.tenant(tenant_name)
+        if tenant is None:
+            raise HeadraceError("permission_denied", "There is no such tenant, or it is disabled.")
+        try:
+            submitted = _submit_codec.decode(message.data)
+        except msgspec.MsgspecError as error:
+            raise HeadraceError("invalid_json", f"Not a SubmitRequest: {error}.") from error
+        reply = submitted.reply.subject
+        if not subjects.is_reply(reply) or not reply.startswith(subjects.tenant_reply_prefix(tenant_name)):
+            raise HeadraceError(
+                "permission_denied", "The reply subject is not under the tenant's own prefix.", param="reply"
+            )
+        deadline_ms = submitted.deadline_ms
+        if deadline_ms is not None and not 0 < deadline_ms <= DEADLINE_MS_MAX:
+            raise HeadraceError(
+                "invalid_request", f"deadline_ms must be from 1 to {DEADLINE_MS_MAX}.", param="deadline_ms"
+            )
+        call = Call(
+            request_id=request_id,
+            identity=Identity(tenant, KEY_ID),
+            endpoint=submitted.endpoint,
+            reply=submitted.reply,
+            holder=_holder(tenant_name, submitted.holder),
+            deadline_ms=deadline_ms,
+        )
+        envelope = await self._admission.prepare(call, submitted.body or b"{}", model=model)
+        try:
+            await self._admission.publish(call, await self._admission.admit(call, envelope))
+        except HeadraceError as error:
+            return _refusal(request_id, error, call)
+        _log.info(
+            "request_submitted",
+            request_id=request_id,
+            tenant=tenant_name,
+            model=call.model,
+            prompt_tokens=call.prompt_tokens,
+        )
+        return SubmitAnswer(admitted=True, request_id=request_id, model=call.model, limits=call.limits)
+
+
+def _holder(tenant: str, incarnation: str) -> str:
+    """The sender's name as a holder of streams: always one of its own tenant's."""
+    try:
+        return subjects.tenant_holder(tenant, incarnation) if incarnation else ""
+    except subjects.InvalidName as error:
+        raise HeadraceError("invalid_request", f"holder: {error}.", param="holder") from error
+
+
+def _refusal(request_id: str, error: HeadraceError, call: Call | None = None) -> SubmitAnswer:
+    return SubmitAnswer(
+        admitted=False,
+        request_id=request_id,
+        status=error.entry.status,
+        error=ErrorData(code=error.code, message=error.message, param=error.param, retry_after_s=error.retry_after_s),
+        limits=call.limits if call is not None else None,
+    )

@@ -1,0 +1,63 @@
+"""Whether a request would be served now: asks every model's scheduler about once a second."""
+
+import asyncio
+
+import msgspec
+
+from contracts import subjects
+from contracts.bus import Bus, Unavailable
+from contracts.messages import Codec, QueueAnswer
+from gateway.intake.catalog import Catalog
+
+ASK_EVERY_S = 1.0
+ASK_SOON_S = 0.1
+"""Until everything is ready once: a stack that starts is not made to wait."""
+ASK_TIMEOUT_S = 1.0
+
+_queue_codec = Codec[QueueAnswer](QueueAnswer)
+
+
+class Readiness:
+    def __init__(self, bus: Bus, catalog: Catalog) -> None:
+        self._bus = bus
+        self._catalog = catalog
+        self._reasons: list[str] = ["the models have not been looked at yet"]
+        self._task: asyncio.Task[None] | None = None
+        self.draining = False
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def not_ready(self) -> str:
+        """The reason, or nothing. Called from any thread."""
+        if self.draining:
+            return "shutting down"
+        if not self._bus.connected:
+            return "the bus is not connected"
+        return "; ".join(self._reasons)
+
+    async def _run(self) -> None:
+        while True:
+            names = self._catalog.names()
+            found = await asyncio.gather(*(self._look_at(name) for name in names))
+            self._reasons = [reason for reason in found if reason] if names else ["there is no model"]
+            await asyncio.sleep(ASK_SOON_S if self._reasons else ASK_EVERY_S)
+
+    async def _look_at(self, model: str) -> str:
+        try:
+            data = await self._bus.request(subjects.queues(model), b"", timeout_s=ASK_TIMEOUT_S)
+            answer = _queue_codec.decode(data)
+        except Unavailable:
+            return f"no scheduler answers for {model!r}"
+        except msgspec.MsgspecError:
+            return f"the scheduler of {model!r} gives no readable answer"
+        if not answer.owner:
+            return f"no scheduler owns {model!r}"
+        if not any(worker.state == "ready" for worker in answer.workers):
+            return f"no worker is ready for {model!r}"
+        return ""

@@ -1,0 +1,442 @@
+"""The ledger's questions as SQL: pure builders that return text and parameters.
+
+A question reads what a plan (periods.py) names: built days and hours, and ``attempts`` with FINAL for the rest. So
+every answer is right before any merge. Values of others are parameters; numbers of our own stand in the text.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from contracts.messages import LatencyDimension, LatencyQuery, UsageDimension, UsageQuery
+from ledger.core.rollup_plan import DAY_S, HOUR_S, Level, Piece, Plan
+
+ROWS_MAX = 10_000
+"""Most rows of one answer."""
+OFFSET_MAX = 10_000_000
+HOURS_RANGE_MS_MAX = 92 * 86_400_000
+"""Longest range by hour: the plan names each hour, and ClickHouse reads at most 256 KB of text."""
+TENANTS_HOURS_RANGE_MS_MAX = 6 * 3_600_000
+"""Longest range of latencies of all tenants by hour: there is a sketch for each, and merging takes microseconds."""
+
+SETTINGS = {
+    "do_not_merge_across_partitions_select_final": 1,
+    "max_execution_time": 30,
+    "max_query_size": 1 << 20,
+}
+"""Of every reader. Partitions may be read apart, because copies of one event share a partition."""
+
+KEYS = ("tenant", "key_id", "model", "version", "endpoint", "priority", "outcome")
+"""Columns of ``attempts`` that usage is kept by."""
+SUMS = (
+    "requests",
+    "attempts",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "reasoning_tokens",
+    "unbilled_tokens",
+)
+FIGURES = (
+    "requests",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "reasoning_tokens",
+    "attempts",
+    "unbilled_tokens",
+    "amount_pico",
+    "unpriced_tokens",
+)
+"""Columns of an answer about usage, after its dimensions."""
+
+LATENCY_KEYS = ("tenant", "model", "version", "priority")
+SPANS = ("queue_wait", "first_token", "inter_token", "end_to_end")
+_LEVELS = "(0.02, 0.5, 0.9, 0.95, 0.99)"
+"""Relative error, then the quantiles; the columns' type says the same."""
+
+_COLUMN: dict[UsageDimension, str] = {
+    "tenant": "tenant",
+    "key": "key_id",
+    "model": "model",
+    "version": "version",
+    "endpoint": "endpoint",
+    "priority": "priority",
+    "outcome": "outcome",
+    "day": "toDate(start, 'UTC')",
+    "hour": "start",
+}
+_SHOWN = {"day": "toString({})", "hour": "formatDateTime({}, '%Y-%m-%dT%H:00:00Z', 'UTC')"}
+"""Days read ``2026-11-29`` and hours ``2026-11-29T18:00:00Z``, in UTC whatever the server's time zone."""
+
+_HOUR = "toStartOfHour(admitted_at, 'UTC')"
+
+# A request counts once in an hour, in the group of its highest attempt (all attempts of a request have one time of
+# admission). Nearly all have attempt 1 alone, so the set of the others is small, which is cheaper than distinct ids.
+# It is read without FINAL, at a third of the cost: which attempts there are is the same whichever copy counts.
+_REQUESTS = (
+    f"countIf((request_id, {_HOUR}) NOT IN (SELECT request_id, {_HOUR} FROM attempts WHERE {{others}})"
+    f" OR (request_id, {_HOUR}, attempt) IN (SELECT request_id, {_HOUR}, max(attempt) FROM attempts"
+    f" WHERE {{others}} GROUP BY request_id, {_HOUR}))"
+)
+
+
+def _amount(prompt: str, cached: str, completion: str, reasoning: str) -> str:
+    """What such columns cost at the price ``p``, in picounits."""
+    return (
+        f"toInt128({prompt} - {cached}) * p.input + toInt128({cached}) * p.cached_input"
+        f" + toInt128({completion} - {reasoning}) * p.output + toInt128({reasoning}) * p.reasoning"
+    )
+
+
+class Query(NamedTuple):
+    text: str
+    parameters: dict[str, object]
+
+
+class BadQuery(ValueError):
+    """The question cannot be answered; the text says why."""
+
+
+# What a plan is made of ------------------------------------------------------------------------------------
+
+
+def state(from_ms: int, to_ms: int) -> Query:
+    """Marks and builds of the days that a range touches.
+
+    Columns: level ('' for a mark), start, marks or what is covered, build, bounds in the key of ``attempts``.
+    """
+    start_s, end_s = from_ms // 1000 // DAY_S * DAY_S, -(-to_ms // 1000 // DAY_S) * DAY_S
+    text = (
+        "SELECT '' AS level, toInt64(toUnixTimestamp(hour)), sum(marks), toUInt64(0),"
+        " toUnixTimestamp64Milli(min(requested_from)), toUnixTimestamp64Milli(max(requested_to))"
+        f" FROM rollup_marks WHERE hour >= {_time(start_s)} AND hour < {_time(end_s)} GROUP BY hour"
+        " UNION ALL SELECT toString(level), toInt64(toUnixTimestamp(start)), covers, build, toInt64(0), toInt64(0)"
+        f" FROM rollup_builds FINAL WHERE start >= {_time(start_s)} AND start < {_time(end_s)}"
+    )
+    return Query(text, {})
+
+
+def unbuilt(level: Level) -> Query:
+    """Periods whose build does not cover their marks. Columns: start, marks."""
+    start = "hour" if level == "hour" else "toStartOfDay(hour, 'UTC')"
+    text = (
+        "SELECT toInt64(toUnixTimestamp(m.start)), m.marks FROM"
+        f" (SELECT {start} AS start, sum(marks) AS marks FROM rollup_marks GROUP BY start) AS m"
+        f" LEFT JOIN (SELECT start, covers FROM rollup_builds FINAL WHERE level = '{level}') AS b ON m.start = b.start"
+        " WHERE m.marks != b.covers"
+    )
+    return Query(text, {})
+
+
+def _time(at_s: int) -> str:
+    """Bounded by what the column can hold."""
+    return f"toDateTime({min(max(at_s, 0), (1 << 32) - 1)}, 'UTC')"
+
+
+def _built(periods: Sequence[tuple[int, int]]) -> str:
+    """A build's number is its period's alone, so that one column tells whether a row counts (the pair of start and
+    number takes four times as long)."""
+    starts = [start_s for start_s, _ in periods]
+    numbers = ",".join(str(build) for _, build in periods)
+    return f"start >= {_time(min(starts))} AND start <= {_time(max(starts))} AND build IN ({numbers})"
+
+
+def _in_pieces(raw: Sequence[Piece]) -> str:
+    def milli(at_ms: int) -> str:
+        return f"fromUnixTimestamp64Milli({at_ms}, 'UTC')"
+
+    return " OR ".join(
+        f"(admitted_at >= {milli(piece.from_ms)} AND admitted_at < {milli(piece.to_ms)}"
+        f" AND requested_at >= {milli(piece.requested_from_ms)} AND requested_at <= {milli(piece.requested_to_ms)})"
+        for piece in raw
+    )
+
+
+def usage_source(plan: Plan, condition: str = "1") -> str:
+    """All that the plan names, as a SELECT: ``start``, KEYS, and SUMS with ``n_`` before their names.
+
+    Tokens are those of billable attempts; the others' are ``unbilled_tokens``.
+    """
+    keys = ", ".join(KEYS)
+    kept = ", ".join(f"{name} AS n_{name}" for name in SUMS)
+    parts = [
+        f"SELECT start, {keys}, {kept} FROM {table} WHERE {_built(periods)} AND {condition}"
+        for table, periods in (("usage_days", plan.days), ("usage_hours", plan.hours))
+        if periods
+    ]
+    if plan.raw or not parts:
+        where = f"({_in_pieces(plan.raw) or '0'}) AND {condition}"
+        tokens = ", ".join(f"sumIf({name}, billable) AS n_{name}" for name in SUMS[2:6])
+        parts.append(
+            f"SELECT {_HOUR} AS start, {keys}, {_REQUESTS.format(others=f'attempt != 1 AND {where}')} AS n_requests,"
+            f" count() AS n_attempts, {tokens},"
+            " sumIf(toUInt64(prompt_tokens) + completion_tokens, NOT billable) AS n_unbilled_tokens"
+            f" FROM attempts FINAL WHERE {where} GROUP BY start, {keys}"
+        )
+    return " UNION ALL ".join(parts)
+
+
+# Usage and money -------------------------------------------------------------------------------------------
+
+
+def usage(query: UsageQuery, plan: Plan) -> Query:
+    """Usage by ``query.by``; one row more than the limit, if there is one, says that there is more.
+
+    Columns: the dimensions asked for, in their order, then FIGURES. Raises BadQuery.
+    """
+    check_usage(query)
+    parameters: dict[str, object] = {"limit": query.limit + 1, "offset": query.offset}
+    condition = "1"
+    if query.tenant is not None:
+        condition = "tenant = {tenant:String}"
+        parameters["tenant"] = query.tenant
+    columns = "".join(f"{_SHOWN.get(name, '{}').format(f'by_{name}')} AS shown_{name}, " for name in query.by)
+    keys = ", ".join(f"by_{name}" for name in query.by)
+    grouping = f" GROUP BY {keys} ORDER BY {keys}" if keys else ""
+    cut = " LIMIT {limit:UInt64} OFFSET {offset:UInt64}"
+    source = usage_source(plan, condition)
+    page = ""
+    if query.tenant is None and "hour" in query.by and len(query.by) > 1:
+        # So many groups that it pays to find first and last of the page, by keys alone, and sum up only what lies
+        # between. The first key alone is compared too: it costs less, and the tables are ordered by it.
+        first, key = _COLUMN[query.by[0]], f"({', '.join(_COLUMN[name] for name in query.by)})"
+        ends = f"SELECT (min(k), max(k)) FROM (SELECT {key} AS k FROM ({source}) GROUP BY k ORDER BY k{cut})"
+        page = f"WITH ({ends}) AS page "
+        source = (
+            f"SELECT * FROM ({source}) WHERE {first} >= page.1.1 AND {first} <= page.2.1"
+            f" AND {key} >= page.1 AND {key} <= page.2"
+        )
+        cut = " LIMIT {limit:UInt64}"
+    amount = _amount("prompt", "cached", "completion", "reasoning")
+    text = (
+        f"{page}SELECT {columns}sum(requests), sum(prompt), sum(cached), sum(completion), sum(reasoning),"
+        f" sum(attempts), sum(unbilled), sum({amount}), sumIf(prompt + completion, p.currency = '')"
+        f" FROM {_priced(source, query.by)}{grouping}{cut}"
+    )
+    return Query(text, parameters)
+
+
+def _priced(source: str, by: Sequence[UsageDimension]) -> str:
+    """Usage of ``usage_source``, summed by the dimensions and what prices depend on, each with the price that holds."""
+    columns = "".join(f"{_COLUMN[name]} AS by_{name}, " for name in by)
+    keys = ", ".join([*(f"by_{name}" for name in by), "of_model", "tier", "of_day"])
+    return (
+        f"(SELECT {columns}model AS of_model, priority AS tier, toDate(start, 'UTC') AS of_day,"
+        " sum(n_requests) AS requests, sum(n_attempts) AS attempts, sum(n_prompt_tokens) AS prompt,"
+        " sum(n_cached_tokens) AS cached, sum(n_completion_tokens) AS completion,"
+        " sum(n_reasoning_tokens) AS reasoning, sum(n_unbilled_tokens) AS unbilled"
+        f" FROM ({source}) GROUP BY {keys}) AS u"
+        " ASOF LEFT JOIN (SELECT * FROM prices FINAL) AS p"
+        " ON u.of_model = p.model AND u.tier = p.tier AND u.of_day >= p.valid_from"
+    )
+
+
+def check_usage(query: UsageQuery) -> None:
+    """Raises BadQuery."""
+    _check_range(query.from_at_ms, query.to_at_ms)
+    _check_page(query.by, query.limit, query.offset)
+    if "hour" in query.by and query.to_at_ms - query.from_at_ms > HOURS_RANGE_MS_MAX:
+        raise BadQuery("by hour a range has at most 92 days")
+
+
+def _check_range(from_ms: int, to_ms: int) -> None:
+    if not 0 <= from_ms < to_ms:
+        raise BadQuery("the range [from, to) is empty or reversed")
+    if to_ms > 10_413_792_000_000:
+        raise BadQuery("the range ends after the year 2299")
+
+
+def _check_page(by: Sequence[str], limit: int, offset: int) -> None:
+    if len(set(by)) < len(by):
+        raise BadQuery("a dimension is named twice")
+    if not 1 <= limit <= ROWS_MAX:
+        raise BadQuery(f"limit is {limit}; 1 to {ROWS_MAX} are possible")
+    if not 0 <= offset <= OFFSET_MAX:
+        raise BadQuery(f"offset is {offset}; 0 to {OFFSET_MAX} are possible")
+
+
+def month_tokens(plan: Plan, tenants: Collection[str] | None) -> Query:
+    """Billed prompt and completion tokens of each tenant; None: of all tenants."""
+    condition = "1" if tenants is None else "tenant IN {tenants:Array(String)}"
+    parameters: dict[str, object] = {} if tenants is None else {"tenants": sorted(tenants)}
+    text = (
+        "SELECT tenant, sum(n_prompt_tokens + n_completion_tokens)"
+        f" FROM ({usage_source(plan, condition)}) GROUP BY tenant"
+    )
+    return Query(text, parameters)
+
+
+def invoice(plan: Plan, tenant: str) -> Query:
+    """A tenant's usage by model, tier and price.
+
+    Columns: these (the price's first day; empty when no price holds), currency, the four prices, then requests,
+    prompt, cached, completion and reasoning tokens.
+    """
+    text = (
+        "SELECT of_model, u.tier, if(p.currency = '', '', toString(p.valid_from)) AS since, any(p.currency),"
+        " any(p.input), any(p.cached_input), any(p.output), any(p.reasoning),"
+        " sum(requests), sum(u.prompt), sum(u.cached), sum(u.completion), sum(u.reasoning)"
+        f" FROM {_priced(usage_source(plan, 'tenant = {tenant:String}'), [])} GROUP BY of_model, u.tier, since"
+        " ORDER BY of_model, u.tier, since"
+    )
+    return Query(text, {"tenant": tenant})
+
+
+# One request -----------------------------------------------------------------------------------------------
+
+
+def request(request_id: int, requested_at_ms: int, tenant: str | None, columns: Sequence[str]) -> Query:
+    """All attempts of one request, in order: ``columns`` (instants in Unix ms), then currency and amount."""
+    shown = [f"toUnixTimestamp64Milli(a.{name})" if name.endswith("_at") else f"a.{name}" for name in columns]
+    where = f"requested_at = fromUnixTimestamp64Milli({requested_at_ms}, 'UTC') AND request_id = toUUID({{id:String}})"
+    parameters: dict[str, object] = {"id": f"{request_id:032x}"}
+    # The tenant stands first in the key: with it, ClickHouse reads one place.
+    of_tenant = f"tenant IN (SELECT tenant FROM attempts WHERE {where})"
+    if tenant is not None:
+        of_tenant = "tenant = {tenant:String}"
+        parameters["tenant"] = tenant
+    amount = _amount("a.prompt_tokens", "a.cached_tokens", "a.completion_tokens", "a.reasoning_tokens")
+    text = (
+        f"SELECT {', '.join(shown)}, p.currency, if(a.billable, {amount}, 0)"
+        f" FROM (SELECT *, toDate(admitted_at, 'UTC') AS of_day FROM attempts FINAL WHERE {where} AND {of_tenant}) AS a"
+        " ASOF LEFT JOIN (SELECT * FROM prices FINAL) AS p"
+        " ON a.model = p.model AND a.priority = p.tier AND a.of_day >= p.valid_from ORDER BY a.attempt"
+    )
+    return Query(text, parameters)
+
+
+# Latency ---------------------------------------------------------------------------------------------------
+
+_HAPPENED = "toUnixTimestamp64Milli({}) > 0"
+_SPAN = "greatest(0., toFloat64(toUnixTimestamp64Milli({1}) - toUnixTimestamp64Milli({0})))"
+_PER_CHOICE = "completion_tokens / greatest(choices, 1)"
+_SAMPLES = {
+    "queue_wait": (_SPAN.format("admitted_at", "dispatched_at"), _HAPPENED.format("dispatched_at")),
+    "first_token": (_SPAN.format("admitted_at", "first_token_at"), _HAPPENED.format("first_token_at")),
+    "inter_token": (
+        f"{_SPAN.format('first_token_at', 'ended_at')} / greatest({_PER_CHOICE} - 1, 0.001)",
+        f"outcome IN ('completed', 'cancelled') AND {_HAPPENED.format('first_token_at')} AND {_PER_CHOICE} >= 2",
+    ),
+    "end_to_end": (_SPAN.format("admitted_at", "ended_at"), "outcome = 'completed'"),
+}
+"""Each span in ms, and of which attempts it is taken."""
+
+
+def latency_source(plan: Plan, condition: str, whole: Collection[str] = ()) -> str:
+    """All that the plan names, as a SELECT: ``start``, LATENCY_KEYS, and for each span its count and sketch.
+
+    ``whole``: keys that are not told apart, and are empty; ``tenant``, or all the others, or all.
+    """
+    rows = "".join(f" AND {key} {'=' if key in whole else '!='} ''" for key in ("tenant", "model"))
+    keys = ", ".join(LATENCY_KEYS)
+    kept = ", ".join(f"{span}_count, {span}" for span in SPANS)
+    parts = [
+        f"SELECT start, {keys}, {kept} FROM {table} WHERE {_built(periods)} AND {condition}{rows}"
+        for table, periods in (("latency_days", plan.days), ("latency_hours", plan.hours))
+        if periods
+    ]
+    if plan.raw or not parts:
+        samples = ", ".join(
+            f"countIf({taken}) AS {span}_count, quantilesDDStateIf{_LEVELS}({value}, {taken}) AS {span}"
+            for span, (value, taken) in _SAMPLES.items()
+        )
+        # Attempts have a tenant and a model each, so the rows of all are made here, if they are what is asked for.
+        shown = ", ".join(f"'' AS {key}" if key in whole else key for key in LATENCY_KEYS)
+        parts.append(
+            f"SELECT {_HOUR} AS start, {shown}, {samples} FROM attempts FINAL"
+            f" WHERE ({_in_pieces(plan.raw) or '0'}) AND {condition} GROUP BY start, {keys}"
+        )
+    return " UNION ALL ".join(parts)
+
+
+def latency(query: LatencyQuery, plan: Plan) -> Query:
+    """Columns: the dimensions asked for, in their order, then for each span its count and four quantiles.
+
+    Raises BadQuery.
+    """
+    check_latency(query)
+    parameters: dict[str, object] = {"limit": query.limit + 1, "offset": query.offset}
+    condition = "1"
+    whole = {"tenant"} if query.tenant is None and "tenant" not in query.by else set()
+    whole |= set() if set(query.by) & set(LATENCY_KEYS[1:]) else set(LATENCY_KEYS[1:])
+    if query.tenant is not None:
+        condition = "tenant = {tenant:String}"
+        parameters["tenant"] = query.tenant
+    names: Sequence[LatencyDimension] = query.by
+    inner = "".join(f"{_COLUMN[name]} AS by_{name}, " for name in names)
+    shown = "".join(f"{_SHOWN.get(name, '{}').format(f'by_{name}')}, " for name in names)
+    keys = ", ".join(f"by_{name}" for name in names)
+    grouping = f" GROUP BY {keys}" if keys else ""
+    ordering = f" ORDER BY {keys}" if keys else ""
+    merged = ", ".join(
+        f"sum({span}_count) AS c_{span}, quantilesDDMerge{_LEVELS}({span}) AS q_{span}" for span in SPANS
+    )
+    figures = ", ".join(f"c_{span}, q_{span}" for span in SPANS)
+    source = latency_source(plan, condition, whole)
+    text = (
+        f"SELECT {shown}{figures} FROM (SELECT {inner}{merged} FROM ({source}){grouping})"
+        f"{ordering} LIMIT {{limit:UInt64}} OFFSET {{offset:UInt64}}"
+    )
+    return Query(text, parameters)
+
+
+def check_latency(query: LatencyQuery) -> None:
+    """Raises BadQuery."""
+    _check_range(query.from_at_ms, query.to_at_ms)
+    _check_page(query.by, query.limit, query.offset)
+    length_ms = query.to_at_ms - query.from_at_ms
+    if "hour" in query.by and length_ms > HOURS_RANGE_MS_MAX:
+        raise BadQuery("by hour a range has at most 92 days")
+    if {"hour", "tenant"} <= set(query.by) and query.tenant is None and length_ms > TENANTS_HOURS_RANGE_MS_MAX:
+        raise BadQuery("by hour and tenant a range has at most 6 hours, unless one tenant is named")
+
+
+# Builds ----------------------------------------------------------------------------------------------------
+
+
+def build(level: Level, number: int, day_s: int, plan: Plan) -> list[Query]:
+    """Statements that add the rows of builds; they count only when ``finish_build`` has been done.
+
+    All periods lie in the day that starts at ``day_s``; hour 0 of it gets ``number``, hour 1 the next, and so on.
+    """
+    start = "start" if level == "hour" else "toStartOfDay(start, 'UTC')"
+    numbers = f"{number} + intDiv(toUnixTimestamp(period) - {day_s}, {HOUR_S})"
+    keys = ", ".join(KEYS)
+    sums = ", ".join(f"sum(n_{name})" for name in SUMS)
+    spans = ", ".join(f"sum({span}_count), quantilesDDMergeState{_LEVELS}({span})" for span in SPANS)
+    of = ", ".join(LATENCY_KEYS[1:])
+    return [
+        Query(
+            f"INSERT INTO usage_{level}s SELECT {start} AS period, {numbers}, {keys}, {sums}"
+            f" FROM ({usage_source(plan)}) GROUP BY period, {keys}",
+            {},
+        ),
+        Query(
+            f"INSERT INTO latency_{level}s SELECT {start} AS period, {numbers}, tenant, {of}, {spans}"
+            f" FROM ({latency_source(plan, '1')})"
+            f" GROUP BY GROUPING SETS ((period, tenant, {of}), (period, {of}), (period, tenant), (period))",
+            {},
+        ),
+    ]
+
+
+def finish_build(level: Level, number: int, day_s: int, covers: Collection[tuple[int, int]]) -> Query:
+    """From here on the builds count: (start, marks that are covered)."""
+    values = ", ".join(
+        f"('{level}', {start_s}, {number + (start_s - day_s) // HOUR_S}, {marks})" for start_s, marks in covers
+    )
+    return Query(f"INSERT INTO rollup_builds (level, start, build, covers) VALUES {values}", {})
+
+
+def stale(level: Level, before: int) -> str:
+    """Condition of rows whose build counts no more and began before ``before``."""
+    counting = f"SELECT start, build FROM rollup_builds FINAL WHERE level = '{level}'"
+    return f"build < {before} AND (start, build) NOT IN ({counting})"
+
+
+# Prices ----------------------------------------------------------------------------------------------------
+
+PRICE_COLUMNS = ("model", "tier", "valid_from", "currency", "input", "cached_input", "output", "reasoning")
+
+PRICES = Query(f"SELECT {', '.join(PRICE_COLUMNS).replace('valid_from', 'toString(valid_from)')} FROM prices FINAL", {})
+PRICES_EDITION = Query("SELECT max(edition) FROM prices", {})

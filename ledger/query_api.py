@@ -1,0 +1,234 @@
+"""Answers questions over the bus: who may ask about whom, what is asked of ClickHouse, and the answer's shape.
+
+The subject says about whom: ``usage.v1.of.<tenant>.<question>`` is answered about that tenant alone, so leave to
+publish there is leave to know that tenant's usage; ``usage.v1.all.<question>`` and ``usage.v1.query`` are for
+operators.
+"""
+
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import structlog
+
+from contracts import subjects
+from contracts.bus import Incoming
+from contracts.messages import (
+    AttemptEvent,
+    Codec,
+    ExplainAnswer,
+    ExplainQuery,
+    Invoice,
+    InvoiceAnswer,
+    InvoiceLine,
+    InvoiceQuery,
+    LatencyAnswer,
+    LatencyQuery,
+    LatencyRow,
+    Quantiles,
+    UsageAnswer,
+    UsageQuery,
+    UsageRow,
+)
+from ledger import metrics, rollups
+from ledger.core import explain, money, queries, rows
+from ledger.core.rollup_plan import Level
+from ledger.prices import Prices
+from ledger.store import Store, StoreError
+
+log = structlog.get_logger(__name__)
+
+LATE_MS = rows.LATE_MS
+"""How long after a month an event may still come: as long as ATTEMPTS keeps it."""
+
+_usage_queries: Codec[UsageQuery] = Codec(UsageQuery)
+_latency_queries: Codec[LatencyQuery] = Codec(LatencyQuery)
+_invoice_queries: Codec[InvoiceQuery] = Codec(InvoiceQuery)
+_explain_queries: Codec[ExplainQuery] = Codec(ExplainQuery)
+_encode = msgspec.json.Encoder().encode
+
+Answer = UsageAnswer | LatencyAnswer | InvoiceAnswer | ExplainAnswer
+Paged = TypeVar("Paged", UsageAnswer, LatencyAnswer)
+
+_EVENT_COLUMNS = {name: name.removesuffix("_ms") for name in AttemptEvent.__struct_fields__}
+"""Field of an attempt event -> its column."""
+
+
+class Questions:
+    """Every question that the ledger answers. Methods raise BadQuery or StoreError."""
+
+    def __init__(self, store: Store, prices: Prices, bytes_max: int) -> None:
+        self._store = store
+        self._prices = prices
+        self._bytes_max = bytes_max
+        self._questions: dict[str, Callable[[bytes, str | None], Awaitable[Answer]]] = {
+            "usage": self._usage,
+            "latency": self._latency,
+            "invoice": self._invoice,
+            "explain": self._explain,
+        }
+
+    async def answer(self, message: Incoming) -> None:
+        """Respond to one message under ``usage.v1.``."""
+        started = time.monotonic()
+        await message.respond(self._fitting(await self._answer(message)))
+        metrics.QUERY_SECONDS.observe(time.monotonic() - started)
+
+    async def _answer(self, message: Incoming) -> Answer:
+        try:
+            tenant, name = subjects.scope_of_usage(message.subject)
+            if (question := self._questions.get(name)) is None:
+                return UsageAnswer(error=f"there is no question {name!r}", code="invalid_request")
+            return await question(message.data, tenant)
+        except (msgspec.MsgspecError, subjects.InvalidName, queries.BadQuery, rows.Rejected) as error:
+            return UsageAnswer(error=str(error), code="invalid_request")
+        except StoreError as error:
+            log.warning("question_not_answered", error=str(error))
+            return UsageAnswer(error="the ledger's database does not answer", code="unavailable")
+
+    # Each question -----------------------------------------------------------------------------------------
+
+    async def _usage(self, data: bytes, tenant: str | None) -> UsageAnswer:
+        query = _usage_queries.decode(data)
+        return await self.usage(msgspec.structs.replace(query, tenant=tenant) if tenant is not None else query)
+
+    async def usage(self, query: UsageQuery) -> UsageAnswer:
+        queries.check_usage(query)
+        levels: Sequence[Level] = ("hour",) if "hour" in query.by else ("hour", "day")
+        plan = await rollups.plan(self._store, query.from_at_ms, query.to_at_ms, levels)
+        found = await self._store.select(queries.usage(query, plan))
+        columns = (*query.by, *queries.FIGURES)
+        rows = []
+        for values in found[: query.limit]:
+            fields: dict[str, Any] = dict(zip(columns, values, strict=True))
+            rows.append(UsageRow(amount=money.decimal(fields.pop("amount_pico")), **fields))
+        return UsageAnswer(rows=rows, has_more=len(found) > query.limit, currency=self._prices.currency)
+
+    async def _latency(self, data: bytes, tenant: str | None) -> LatencyAnswer:
+        query = _latency_queries.decode(data)
+        return await self.latency(msgspec.structs.replace(query, tenant=tenant) if tenant is not None else query)
+
+    async def latency(self, query: LatencyQuery) -> LatencyAnswer:
+        queries.check_latency(query)
+        levels: Sequence[Level] = ("hour",) if "hour" in query.by else ("hour", "day")
+        plan = await rollups.plan(self._store, query.from_at_ms, query.to_at_ms, levels)
+        found = await self._store.select(queries.latency(query, plan))
+        rows = []
+        for values in found[: query.limit]:
+            fields: dict[str, Any] = dict(zip(query.by, values, strict=False))
+            spans = values[len(query.by) :]
+            for span, count, quantiles in zip(queries.SPANS, spans[::2], spans[1::2], strict=True):
+                fields[f"{span}_ms"] = _quantiles(count, quantiles)
+            rows.append(LatencyRow(**fields))
+        return LatencyAnswer(rows=rows, has_more=len(found) > query.limit)
+
+    async def _invoice(self, data: bytes, tenant: str | None) -> InvoiceAnswer:
+        query = _invoice_queries.decode(data)
+        return await self.invoice(tenant if tenant is not None else query.tenant, query.month)
+
+    async def invoice(self, tenant: str, month: str) -> InvoiceAnswer:
+        subjects.encode(tenant)
+        try:
+            from_ms, to_ms = rows.range_of_month(month)
+        except ValueError as error:
+            raise queries.BadQuery(str(error)) from error
+        plan = await rollups.plan(self._store, from_ms, to_ms)
+        found = await self._store.select(queries.invoice(plan, tenant))
+        closed = time.time_ns() // 1_000_000 >= to_ms + LATE_MS
+        return InvoiceAnswer(invoice=invoice(tenant, month, found, closed=closed, currency=self._prices.currency))
+
+    async def _explain(self, data: bytes, tenant: str | None) -> ExplainAnswer:
+        return await self.explain(_explain_queries.decode(data).request_id, tenant)
+
+    async def explain(self, request_id: str, tenant: str | None) -> ExplainAnswer:
+        """Another tenant's request is as one that does not exist."""
+        number = rows.request_number(request_id)
+        columns = list(_EVENT_COLUMNS.values())
+        query = queries.request(number, rows.requested_at_ms(number), tenant, columns)
+        found = await self._store.select(query)
+        if not found:
+            text = "the ledger holds no attempt of this request: it was refused, has not ended, or never came"
+            return ExplainAnswer(error=text, code="not_found")
+        events = [_event(values) for values in found]
+        amount = sum(values[-1] for values in found)
+        currency = next((values[-2] for values in found if values[-2]), "")
+        return ExplainAnswer(
+            attempts=events,
+            text=explain.explain(events, amount, currency),
+            amount=money.decimal(amount),
+            currency=currency,
+        )
+
+    def _fitting(self, answer: Answer) -> bytes:
+        if isinstance(answer, UsageAnswer):
+            return fitting(answer, self._bytes_max)
+        if isinstance(answer, LatencyAnswer):
+            return fitting(answer, self._bytes_max)
+        return _encode(answer)
+
+
+def fitting(answer: Paged, bytes_max: int) -> bytes:
+    """The answer as a message of at most ``bytes_max``; rows that do not fit are left to the next page."""
+    data = _encode(answer)
+    while len(data) > bytes_max and answer.rows:
+        count = len(answer.rows) * bytes_max // len(data)
+        rows = answer.rows[: min(count, len(answer.rows) - 1)]
+        answer = msgspec.structs.replace(answer, rows=rows, has_more=True)
+        data = _encode(answer)
+    return data
+
+
+def invoice(tenant: str, month: str, found: Sequence[tuple[Any, ...]], *, closed: bool, currency: str) -> Invoice:
+    """The invoice of what ``queries.invoice`` gives."""
+    lines: list[InvoiceLine] = []
+    usage_pico = unpriced = requests = 0
+    for model, tier, valid_from, _, *rest in found:
+        prices, (count, prompt, cached, completion, reasoning) = rest[:4], rest[4:]
+        requests += count
+        unpriced += 0 if valid_from else prompt + completion
+        kinds = ("input", "cached_input", "output", "reasoning")
+        tokens = (prompt - cached, cached, completion - reasoning, reasoning)
+        for kind, amount, price in zip(kinds, tokens, prices, strict=True):
+            if not amount:
+                continue
+            usage_pico += amount * price
+            lines.append(
+                InvoiceLine(
+                    kind=kind,  # type: ignore[arg-type]
+                    model=model,
+                    tier=tier,
+                    valid_from=valid_from,
+                    tokens=amount,
+                    price=money.decimal(price * money.MICRO_PICO),
+                    amount=money.decimal(amount * price),
+                )
+            )
+    total = money.cents(usage_pico)
+    if total != usage_pico:
+        lines.append(InvoiceLine(kind="rounding", amount=money.decimal(total - usage_pico)))
+    return Invoice(
+        tenant=tenant,
+        month=month,
+        currency=currency,
+        closed=closed,
+        requests=requests,
+        lines=lines,
+        usage_amount=money.decimal(usage_pico),
+        total=money.whole_cents(total),
+        unpriced_tokens=unpriced,
+    )
+
+
+def _quantiles(count: int, values: Sequence[float]) -> Quantiles:
+    if not count:
+        return Quantiles()
+    p50, p90, p95, p99 = (round(value, 3) for value in values)
+    return Quantiles(count=count, p50=p50, p90=p90, p95=p95, p99=p99)
+
+
+def _event(values: Sequence[Any]) -> AttemptEvent:
+    fields = dict(zip(_EVENT_COLUMNS, values, strict=False))
+    fields["request_id"] = str(uuid.UUID(str(fields["request_id"])))
+    return AttemptEvent(**fields)

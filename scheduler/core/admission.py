@@ -1,0 +1,180 @@
+"""Whether a request is admitted: the tenant's limits, its budget, the pool's queue and the predicted wait, in one step.
+
+Checking charges nothing; a reservation is made only when all of it fits (DESIGN.md section 5). What waits is counted
+here because the bounds of the queue are.
+"""
+
+from datetime import UTC, datetime
+
+from contracts.errors import HeadraceError
+from contracts.messages import AdmissionRequest, Manifest, TenantLimits, TenantRecord
+from scheduler.core.fair_queue import FairQueue
+from scheduler.core.quotas import Cost, Quota, seconds
+from scheduler.core.request import Request
+from scheduler.core.retry_slots import Bookings
+from scheduler.core.throughput import Drain
+
+DEADLINE_MS_MAX = 3_600_000
+"""Longest first-token deadline that a caller may ask for; longer ones are cut to it."""
+RETRY_AFTER_S_MAX = 60
+"""A full queue is worth another look within a minute whatever the estimate says."""
+
+
+PREDICTION_MARGIN = 1.1
+"""A predicted wait is taken this much longer: work ends in lumps, and the estimate is a mean."""
+
+
+class Admission:
+    """Quotas, budgets and queue bounds of one model."""
+
+    def __init__(self, manifest: Manifest, queue: FairQueue, now_ms: int) -> None:
+        self.manifest = manifest
+        self.tenants: dict[str, TenantRecord] = {}
+        self.budgets: dict[str, tuple[str, int]] = {}
+        """Tenant -> (UTC month as YYYY-MM, tokens used in it)."""
+        self.quotas: dict[str, Quota] = {}
+        self.drain = Drain(now_ms)
+        self.bookings = Bookings()
+        self.waiting = 0
+        self.waiting_tokens = 0
+        self.reserved_tokens = 0
+        self._queue = queue
+
+    def tenant(self, name: str) -> TenantRecord:
+        """The tenant's record; one without any limit while the registry has not told of it."""
+        return self.tenants.get(name) or TenantRecord(name=name)
+
+    def set_tenant(self, name: str, record: TenantRecord | None, now_ms: int) -> None:
+        if record is None:
+            self.tenants.pop(name, None)
+            return
+        self.tenants[name] = record
+        self._queue.set_weight(name, record.weight)
+        if (quota := self.quotas.get(name)) is not None:
+            quota.set_limits(self._limits_of(record), now_ms)
+
+    def quota(self, tenant: str, now_ms: int) -> Quota:
+        quota = self.quotas.get(tenant)
+        if quota is None:
+            quota = self.quotas[tenant] = Quota(self._limits_of(self.tenant(tenant)), now_ms)
+        return quota
+
+    def check(self, asked: AdmissionRequest, now_ms: int, *, has_room: bool) -> int:
+        """Milliseconds to the first token that the request is promised; raises HeadraceError and charges nothing.
+
+        ``has_room``: a worker could start something now.
+        """
+        tenant = self.tenant(asked.tenant)
+        quota = self.quota(asked.tenant, now_ms)
+        cost = Cost(asked.prompt_tokens, asked.max_output_tokens * asked.choices)
+        deadline_ms = min(asked.deadline_ms or tenant.deadline_ms, DEADLINE_MS_MAX)
+        if asked.priority not in tenant.priorities:
+            raise HeadraceError(
+                "permission_denied", f"The tenant may not use priority {asked.priority}.", param="priority"
+            )
+        self._check_budget(tenant, now_ms)
+        quota.check(cost, now_ms, self.drain.turnover_ms(quota.open))
+        wait_ms = 0
+        if self.waiting or not has_room:
+            wait_ms = self._predicted_wait_ms(tenant, quota, cost, now_ms)
+        self._check_queue(quota, cost, wait_ms)
+        if wait_ms > deadline_ms:
+            room_in_s = seconds(wait_ms - deadline_ms)
+            if room_in_s <= RETRY_AFTER_S_MAX:  # the line is no longer than that, or its end would run away
+                self.bookings.book(tenant.name, cost, now_ms, room_in_s * 1000)
+            raise HeadraceError(
+                "overloaded",
+                f"The first token is expected after {wait_ms} ms, later than the deadline of {deadline_ms} ms.",
+                retry_after_s=min(RETRY_AFTER_S_MAX, room_in_s),
+            )
+        self.bookings.use(tenant.name, cost, now_ms)
+        return deadline_ms
+
+    def pass_time(self, now_ms: int) -> None:
+        self.drain.pass_time(now_ms, saturated=len(self._queue) > 0)
+        self.bookings.pass_time(now_ms)
+
+    def reserve(self, request: Request, now_ms: int) -> None:
+        self.quota(request.tenant, now_ms).reserve(request.cost, now_ms)
+        self._enter(request, now_ms)
+
+    def adopt(self, request: Request, now_ms: int, *, waits: bool) -> None:
+        """Count a request that an earlier owner admitted."""
+        self.quota(request.tenant, now_ms).adopt(request.cost, request.envelope.admitted_at_ms, now_ms)
+        self._enter(request, now_ms)
+        if not waits:
+            self.wait(request, -1, now_ms)
+
+    def settle(self, request: Request, used: Cost, now_ms: int, *, refund_request: bool = False) -> None:
+        """The request is over; it no longer waits."""
+        self.quota(request.tenant, now_ms).settle(request.cost, used, now_ms, refund_request=refund_request)
+        self.reserved_tokens -= request.cost.total
+
+    def wait(self, request: Request, sign: int, now_ms: int) -> None:
+        """One more (1) or fewer (-1) request waits."""
+        quota = self.quota(request.tenant, now_ms)
+        tokens = sign * request.cost.total
+        quota.waiting += sign
+        quota.waiting_tokens += tokens
+        self.waiting += sign
+        self.waiting_tokens += tokens
+
+    def _enter(self, request: Request, now_ms: int) -> None:
+        self.reserved_tokens += request.cost.total
+        self.wait(request, 1, now_ms)
+
+    def _limits_of(self, record: TenantRecord) -> TenantLimits:
+        return record.model_limits.get(self.manifest.name, record.limits)
+
+    def _check_budget(self, tenant: TenantRecord, now_ms: int) -> None:
+        budget = tenant.monthly_budget_tokens
+        if budget is None:
+            return
+        moment = datetime.fromtimestamp(now_ms / 1000, UTC)
+        month, used = self.budgets.get(tenant.name, ("", 0))
+        if month == f"{moment:%Y-%m}" and used >= budget:
+            following = datetime(moment.year + moment.month // 12, moment.month % 12 + 1, 1, tzinfo=UTC)
+            raise HeadraceError(
+                "insufficient_quota",
+                f"The monthly budget of {budget} tokens is used up; it starts anew on {following:%Y-%m-%d} UTC.",
+                retry_after_s=seconds(following.timestamp() * 1000 - now_ms),
+            )
+
+    def _check_queue(self, quota: Quota, cost: Cost, wait_ms: int) -> None:
+        limits = self.manifest.limits
+        own_full = (
+            quota.waiting + 1 > limits.tenant_queued_requests
+            or quota.waiting_tokens + cost.total > limits.tenant_queued_tokens
+        )
+        full = self.waiting + 1 > limits.queued_requests or self.waiting_tokens + cost.total > limits.queued_tokens
+        if own_full:
+            raise HeadraceError(
+                "rate_limit_exceeded",
+                "The tenant's share of the model's queue is full.",
+                retry_after_s=min(RETRY_AFTER_S_MAX, seconds(wait_ms / max(1, quota.waiting))),
+            )
+        if full:
+            raise HeadraceError(
+                "overloaded",
+                "The model's queue is full.",
+                retry_after_s=min(RETRY_AFTER_S_MAX, seconds(wait_ms / max(1, self.waiting))),
+            )
+
+    def _predicted_wait_ms(self, tenant: TenantRecord, quota: Quota, cost: Cost, now_ms: int) -> int:
+        """Expected time to dispatch: the work that goes first over the measured drain rate; 0 while that is unknown.
+
+        The tenant's own queue drains at its share of the rate, once the others have caught up with what it was served
+        before them; nobody waits longer than for all that is queued. Who
+        was not told to come back by now stands behind those who were.
+        """
+        share = self._queue.shares.get(tenant.name)
+        waits = share is not None and share.waiting > 0
+        weights = self._queue.waiting_weight + (0.0 if waits else tenant.weight)
+        booked = own_booked = 0
+        if self.bookings.tokens and not self.bookings.due(tenant.name, cost, now_ms):
+            booked, own_booked = self.bookings.tokens, self.bookings.of(tenant.name)
+        total = self.waiting_tokens + booked + cost.total
+        own = (quota.waiting_tokens + own_booked + cost.total) / tenant.weight
+        fair = (own + self._queue.lead(tenant.name)) * weights
+        running = self.reserved_tokens - self.waiting_tokens
+        return self.drain.wait_ms(PREDICTION_MARGIN * min(float(total), fair), running)

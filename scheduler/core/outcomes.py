@@ -1,0 +1,116 @@
+"""How an attempt ends: the event that the scheduler proposes, what may follow, and what the caller reads."""
+
+from contracts.messages import AttemptEvent, EndData, ErrorData, Outcome
+from scheduler.core.request import Request
+
+ATTEMPTS_MAX = 2
+"""Attempts that a worker held (DESIGN.md section 7); a second death of its worker or engine quarantines a request."""
+DISPATCHES_MAX = 8
+"""Attempts in all, those that no worker ever held included: bounds a ping-pong of lost workers. A guess."""
+
+
+def is_void(event: AttemptEvent) -> bool:
+    """The attempt gave nothing that counts: it may be repeated while the caller has seen no token."""
+    return event.outcome == "lost" or (event.outcome == "failed" and event.retryable)
+
+
+def may_retry(request: Request, event: AttemptEvent) -> bool:
+    """Whether another attempt follows the void ``event``; a later owner would answer the same from what is stored."""
+    return (
+        not (request.envelope.stream and event.completion_tokens > 0)
+        and request.counted < ATTEMPTS_MAX
+        and request.attempt < DISPATCHES_MAX
+    )
+
+
+def count(request: Request, event: AttemptEvent) -> None:
+    """Count the void ``event`` by what is stored, so that a later owner comes to the same.
+
+    An attempt that no worker ever held does not count, nor one that died with a suspect beside it.
+    """
+    if (event.reporter == "worker" or event.engine_death) and not (event.engine_death and request.spared):
+        request.counted += 1
+        request.deaths += event.engine_death
+
+
+def proposed(
+    request: Request,
+    number: int,
+    outcome: Outcome,
+    code: str,
+    message: str,
+    *,
+    version: str,
+    worker_died: bool,
+    now_ms: int,
+) -> AttemptEvent:
+    """The terminal event of attempt ``number`` as the scheduler would have it."""
+    envelope = request.envelope
+    progress = request.progress
+    lost = outcome == "lost"
+    return AttemptEvent(
+        request_id=request.id,
+        attempt=number,
+        tenant=envelope.tenant,
+        key_id=envelope.key_id,
+        model=envelope.model,
+        version=version,
+        endpoint=envelope.endpoint,
+        priority=envelope.priority,
+        outcome=outcome,
+        reporter="scheduler",
+        worker=request.worker if lost else "",
+        stream=envelope.stream,
+        error_code=code,
+        error_message=message,
+        retryable=lost,
+        engine_death=worker_died and request.was_held and not request.spared,
+        choices=envelope.choices,
+        prompt_tokens=progress.prompt_tokens if progress else 0,
+        cached_tokens=progress.cached_tokens if progress else 0,
+        completion_tokens=progress.completion_tokens if progress else 0,
+        reserved_tokens=request.cost.total,
+        admitted_at_ms=envelope.admitted_at_ms,
+        dispatched_at_ms=request.dispatched_at_ms if number else 0,
+        ended_at_ms=now_ms,
+        client_request_id=envelope.client_request_id,
+    )
+
+
+def told(event: AttemptEvent) -> EndData | None:
+    """What the worker's ``end`` frame says of the attempt that ended with ``event``; None when it sends none."""
+    if event.reporter != "worker" or event.outcome not in ("completed", "cancelled"):
+        return None
+    return EndData(
+        outcome=event.outcome,
+        finish_reason=event.finish_reason,
+        prompt_tokens=event.prompt_tokens,
+        cached_tokens=event.cached_tokens,
+        completion_tokens=event.completion_tokens,
+        reasoning_tokens=event.reasoning_tokens,
+    )
+
+
+def final_error(request: Request, event: AttemptEvent) -> ErrorData | None:
+    """What the caller is told when ``event`` is the request's last; None when it finished."""
+    if event.outcome == "completed" or (event.outcome == "cancelled" and event.reporter == "worker"):
+        return None
+    if event.outcome == "cancelled":
+        return ErrorData(code="cancelled", message=event.error_message)
+    if event.outcome == "expired":
+        return ErrorData(code="deadline_exceeded", message=event.error_message)
+    if request.deaths >= ATTEMPTS_MAX:
+        return ErrorData(
+            code="request_quarantined",
+            message=f"Request {request.id} ended {request.deaths} workers or engines and is not tried again.",
+        )
+    if event.outcome == "lost":
+        return ErrorData(
+            code="worker_lost",
+            message=f"The worker of request {request.id}, attempt {event.attempt}, was lost.",
+        )
+    message = event.error_message or "The attempt failed."
+    return ErrorData(
+        code=event.error_code or "engine_error",
+        message=f"{message} (request {request.id}, attempt {event.attempt})",
+    )

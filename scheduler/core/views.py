@@ -1,0 +1,111 @@
+"""What the core shows of itself: one request's status, the live queues, and the rules that always hold."""
+
+from typing import TYPE_CHECKING
+
+from contracts.messages import QueueAnswer, RequestState, StatusAnswer, TenantQueue
+from scheduler.core import outcomes
+from scheduler.core.request import WAITING, Request, State
+
+if TYPE_CHECKING:
+    from scheduler.core.core import Core
+
+_SHOWN: dict[State, RequestState] = {
+    State.ADMITTED: "admitted",
+    State.QUEUED: "queued",
+    State.DISPATCHING: "queued",
+    State.DISPATCHED: "dispatched",
+    State.RUNNING: "running",
+    State.ENDING: "running",
+}
+
+
+def status(core: "Core", tenant: str, request_id: str) -> StatusAnswer:
+    """What ``tenant`` may know of a request; another tenant's is unknown to it."""
+    request = core.requests.get(request_id)
+    if request is not None and request.tenant == tenant:
+        return StatusAnswer(state=_SHOWN[request.state], attempt=request.attempt, worker=request.worker)
+    ended = core.memory.ended(request_id)
+    if request is None and ended is not None and ended.event.tenant == tenant:
+        event = ended.event
+        return StatusAnswer(
+            state="ended",
+            attempt=event.attempt,
+            worker=event.worker,
+            outcome=event.outcome,
+            last_seq=event.last_seq,
+            error=ended.error,
+            end=outcomes.told(event),
+        )
+    return StatusAnswer(state="unknown")
+
+
+def queues(core: "Core", now_ms: int) -> QueueAnswer:
+    """The live queues, for operators and gateways' readiness."""
+    oldest: dict[str, int] = {}
+    running: dict[str, int] = {}
+    for request in core.requests.values():
+        if request.state in WAITING:
+            since = request.envelope.admitted_at_ms
+            oldest[request.tenant] = min(oldest.get(request.tenant, since), since)
+        else:
+            running[request.tenant] = running.get(request.tenant, 0) + 1
+    tenants = []
+    for name, quota in sorted(core.admission.quotas.items()):
+        if quota.open:
+            share = core.queue.shares.get(name)
+            tenants.append(
+                TenantQueue(
+                    tenant=name,
+                    waiting=quota.waiting,
+                    waiting_tokens=quota.waiting_tokens,
+                    running=running.get(name, 0),
+                    reserved_tokens=quota.reserved_tokens,
+                    served_counter=share.counter if share else 0.0,
+                    oldest_wait_ms=now_ms - oldest[name] if name in oldest else 0,
+                )
+            )
+    return QueueAnswer(
+        model=core.model,
+        owner=core.owner,
+        epoch=core.epoch,
+        waiting=core.admission.waiting,
+        running=len(core.requests) - core.admission.waiting,
+        reserved_tokens=core.admission.reserved_tokens,
+        workers=[worker.beat for worker in core.pool.workers.values()],
+        tenants=tenants,
+    )
+
+
+def check_invariants(core: "Core") -> None:
+    """Raise AssertionError when the state contradicts itself; tests call it after every step."""
+    requests = list(core.requests.values())
+    admission = core.admission
+    waiting = [request for request in requests if request.state in WAITING]
+    queued = [request for request in waiting if request.state is State.QUEUED]
+    assert admission.waiting == len(waiting), (admission.waiting, len(waiting))
+    assert admission.waiting_tokens == sum(request.cost.total for request in waiting)
+    assert admission.reserved_tokens == sum(request.cost.total for request in requests)
+    assert len(core.queue) == len(queued)
+    assert all(request.id in core.queue for request in queued)
+    assert not any(core.memory.ended(request.id) for request in requests)
+    for name, quota in admission.quotas.items():
+        own = [request for request in requests if request.tenant == name]
+        assert quota.open == len(own), name
+        assert quota.waiting == sum(request.state in WAITING for request in own), name
+        assert quota.reserved_tokens == sum(request.cost.total for request in own), name
+    for name, share in core.queue.shares.items():
+        own = [request for request in requests if request.tenant == name]
+        assert share.waiting == sum(request.state is State.QUEUED for request in own), name
+        assert share.running == sum(request.dispatched_at_ms > 0 for request in own), name
+    for worker in core.pool.workers.values():
+        assert worker.slots_reserved == sum(load.slots for load in worker.work.values())
+        assert worker.kv_reserved == sum(load.kv_tokens for load in worker.work.values())
+        assert worker.slots_reserved <= worker.beat.slots or worker.beat.state == "starting"
+        for request_id in worker.work:
+            assert core.requests[request_id].worker == worker.beat.worker
+    for request in requests:
+        assert not (request.state is State.QUEUED and request.dispatched_at_ms), _story(request)
+
+
+def _story(request: Request) -> str:
+    return f"{request.id} {request.state} {request.history}"

@@ -1,0 +1,143 @@
+"""What the worker's core is told (events, past tense) and what it orders (effects, imperative)."""
+
+from typing import Any
+
+import msgspec
+
+from contracts.messages import AttemptEvent, ControlAnswer, ControlRequest, EndData, ErrorData, WorkItem
+from worker.engines.base import Counts, EngineFailure
+
+Key = tuple[str, int]
+"""(request_id, attempt)"""
+
+# Events ----------------------------------------------------------------------------------------------------
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened."""
+
+
+class Joined(Event, frozen=True, kw_only=True):
+    """The worker took a new name: at its start, or after an eviction."""
+
+    worker: str
+
+
+class EngineStarted(Event, frozen=True, kw_only=True):
+    slots: int
+    kv_tokens: int
+
+
+class EngineLost(Event, frozen=True, kw_only=True):
+    """The engine died or hangs."""
+
+    reason: str
+
+
+class EngineSampled(Event, frozen=True, kw_only=True):
+    """A look at the engine's totals, once per sampling interval; stalls are counted in these looks."""
+
+    prefill_tokens_total: int
+    decode_tokens_total: int
+
+
+class WorkPulled(Event, frozen=True, kw_only=True):
+    item: WorkItem
+    delivery: int
+    """Number in the stream, by which it is acknowledged."""
+
+
+class AttemptEnded(Event, frozen=True, kw_only=True):
+    """An attempt's generation is over: by itself, by ``failure``, or by a Stop."""
+
+    key: Key
+    frames: int
+    """Frames sent so far."""
+    chunks: int
+    """Chunks among them."""
+    failure: EngineFailure | None = None
+
+
+class EventDecided(Event, frozen=True, kw_only=True):
+    """The attempt's terminal event is stored: this worker's (``won``) or somebody else's."""
+
+    key: Key
+    won: bool
+
+
+class ControlAsked(Event, frozen=True, kw_only=True):
+    request: ControlRequest
+    asker: Any
+    """Whom the Answer goes to; only handed back."""
+
+
+class DrainStarted(Event, frozen=True, kw_only=True):
+    pass
+
+
+class GraceEnded(Event, frozen=True, kw_only=True):
+    pass
+
+
+# Effects ---------------------------------------------------------------------------------------------------
+
+
+class Effect(msgspec.Struct, frozen=True, kw_only=True):
+    """Something to do."""
+
+
+class StartAttempt(Effect, frozen=True, kw_only=True):
+    """Run it; AttemptEnded must follow, once."""
+
+    key: Key
+    item: WorkItem
+    counts: Counts
+
+
+class StopAttempt(Effect, frozen=True, kw_only=True):
+    """Abort the generation; AttemptEnded must follow within a bound, whatever the engine does."""
+
+    key: Key
+
+
+class StoreEvent(Effect, frozen=True, kw_only=True):
+    """Store it unless another one is; EventDecided must follow, once it is known which."""
+
+    key: Key
+    event: AttemptEvent
+
+
+class CloseStream(Effect, frozen=True, kw_only=True):
+    """Send the frame ``last``, if there is one; no frames follow."""
+
+    item: WorkItem
+    last: EndData | ErrorData | None = None
+
+
+class AckWork(Effect, frozen=True, kw_only=True):
+    """The request is over: its message leaves WORK."""
+
+    delivery: int
+
+
+class LeaveWork(Effect, frozen=True, kw_only=True):
+    """The message stays in WORK: another attempt may need its body, and the scheduler deletes it."""
+
+    delivery: int
+
+
+class Answer(Effect, frozen=True, kw_only=True):
+    asker: Any
+    answer: ControlAnswer
+
+
+class Beat(Effect, frozen=True, kw_only=True):
+    """A heartbeat at once: something changed that the scheduler waits for."""
+
+
+class RebuildEngine(Effect, frozen=True, kw_only=True):
+    reason: str
+
+
+class Rejoin(Effect, frozen=True, kw_only=True):
+    """Abort all attempts without another frame or event, then take a new name (Joined)."""

