@@ -14,47 +14,35 @@ from typing import Any, Literal, cast, get_args, get_origin
 
 import msgspec
 
-from contracts import messages, subjects, topology
-from contracts.messages import (
-    AdmissionAnswer,
-    AdmissionRequest,
+from contracts import subjects, topology
+from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
+from contracts.messages.attempts import AttemptEvent, DeadLetter, Quarantined
+from contracts.messages.control import (
     Announce,
-    AttemptEvent,
-    Budget,
     CancelAnswer,
     CancelAttempt,
     CancelRequest,
     ControlAnswer,
-    DeadLetter,
-    EndData,
-    ErrorData,
     Evict,
-    ExplainAnswer,
-    ExplainQuery,
-    FramesAnswer,
-    FramesRequest,
     HolderHeartbeat,
-    InvoiceAnswer,
-    InvoiceQuery,
-    KeyRecord,
-    LatencyAnswer,
-    LatencyQuery,
-    LostData,
-    Manifest,
-    Quarantined,
-    QueueAnswer,
-    ReplyMessage,
-    RequestEnvelope,
     StatusAnswer,
     StatusRequest,
-    SubmitAnswer,
-    SubmitRequest,
-    TenantRecord,
     Tick,
+    WorkerHeartbeat,
+)
+from contracts.messages.frames import EndData, ErrorData, FramesAnswer, FramesRequest, LostData, ReplyMessage
+from contracts.messages.queues import QueueAnswer
+from contracts.messages.records import Budget, KeyRecord, Manifest, Price, TenantRecord
+from contracts.messages.request import RequestEnvelope, SubmitAnswer, SubmitRequest, WorkItem
+from contracts.messages.usage import (
+    ExplainAnswer,
+    ExplainQuery,
+    InvoiceAnswer,
+    InvoiceQuery,
+    LatencyAnswer,
+    LatencyQuery,
     UsageAnswer,
     UsageQuery,
-    WorkerHeartbeat,
-    WorkItem,
 )
 
 Party = Literal["service", "gateway", "scheduler", "worker", "ledger", "operator"]
@@ -178,7 +166,7 @@ CHANNELS = (
             ("tenant", topology.TENANTS, TenantRecord, "Tenants.", _OPERATED, ["gateway", "scheduler"]),
             ("model", topology.MODELS, Manifest, "Models.", _OPERATED, ["gateway", "scheduler", "worker"]),
             ("budget", topology.BUDGETS, Budget, "What was billed in a month, by tenant.", ["ledger"], ["scheduler"]),
-            ("price", topology.PRICES, messages.Price, "Prices.", ["operator"], ["ledger"]),
+            ("price", topology.PRICES, Price, "Prices.", ["operator"], ["ledger"]),
         )
     ),
 )

@@ -17,7 +17,8 @@ import msgspec
 from contracts import ids, subjects, topology
 from contracts.bus import Bus, WrongSequence
 from contracts.errors import HeadraceError
-from contracts.messages import Codec, KeyRecord, Manifest, PoolLimits, TenantLimits, TenantRecord
+from contracts.messages.base import Codec
+from contracts.messages.records import KeyRecord, Manifest, PoolLimits, TenantLimits, TenantRecord
 
 R = TypeVar("R", TenantRecord, Manifest)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from contracts.errors import HeadraceError
-from contracts.messages import Endpoint
+from contracts.messages.base import Endpoint
 
 MESSAGE_TOKENS = 4
 """Prompt tokens of a chat message beside its words."""

@@ -7,7 +7,7 @@ import structlog
 
 from contracts import ids, topology
 from contracts.bus import Bus
-from contracts.messages import ErrorData
+from contracts.messages.frames import ErrorData
 from gateway.config import GatewayConfig
 from gateway.http import routes, server
 from gateway.http.inference import Completions

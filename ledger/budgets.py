@@ -12,7 +12,8 @@ import structlog
 
 from contracts import subjects
 from contracts.bus import Bus, BusError, WrongSequence
-from contracts.messages import Budget, Codec
+from contracts.messages.base import Codec
+from contracts.messages.records import Budget
 from contracts.topology import BUDGETS
 from ledger import rollups
 from ledger.core import queries, rows

@@ -15,7 +15,8 @@ import structlog
 
 from contracts import ids, subjects, topology
 from contracts.bus import Bus, BusError, Incoming
-from contracts.messages import Codec, DeadLetter
+from contracts.messages.attempts import DeadLetter
+from contracts.messages.base import Codec
 from ledger import metrics, retention
 from ledger.budgets import Budgets
 from ledger.config import LedgerConfig

@@ -11,7 +11,8 @@ import structlog
 
 from contracts import topology
 from contracts.bus import Bus, BusError, KvEntry, Watch
-from contracts.messages import Codec, Price
+from contracts.messages.base import Codec
+from contracts.messages.records import Price
 from ledger.core import queries
 from ledger.store import Store, StoreError
 

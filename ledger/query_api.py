@@ -15,9 +15,9 @@ import structlog
 
 from contracts import subjects
 from contracts.bus import Incoming
-from contracts.messages import (
-    AttemptEvent,
-    Codec,
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.base import Codec
+from contracts.messages.usage import (
     ExplainAnswer,
     ExplainQuery,
     Invoice,

@@ -7,7 +7,7 @@ import structlog
 
 from contracts import topology
 from contracts.bus import Bus, BusError, WrongSequence
-from contracts.messages import Epoch
+from contracts.messages.base import Epoch
 
 log = structlog.get_logger()
 

@@ -14,26 +14,22 @@ import structlog
 
 from contracts import ids, subjects, topology
 from contracts.bus import Bus, BusError, Incoming, KvEntry, Unconfirmed, WrongSequence
-from contracts.messages import (
-    NOTHING,
-    AdmissionRequest,
-    AttemptEvent,
+from contracts.messages.admission import AdmissionRequest
+from contracts.messages.attempts import AttemptEvent, Quarantined
+from contracts.messages.base import NOTHING, Codec
+from contracts.messages.control import (
     CancelAttempt,
     CancelRequest,
-    Codec,
     ControlAnswer,
     ControlRequest,
     HolderHeartbeat,
-    Manifest,
-    Quarantined,
-    ReplyMessage,
-    RequestEnvelope,
     StatusRequest,
-    TenantRecord,
     Tick,
     WorkerHeartbeat,
-    WorkItem,
 )
+from contracts.messages.frames import ReplyMessage
+from contracts.messages.records import Manifest, TenantRecord
+from contracts.messages.request import RequestEnvelope, WorkItem
 from scheduler.config import SchedulerConfig, Settings
 from scheduler.core import events as ev
 from scheduler.core import views

@@ -10,7 +10,7 @@ import uvloop
 
 from contracts import topology
 from contracts.bus import Bus, BusError
-from contracts.messages import Manifest
+from contracts.messages.records import Manifest
 from contracts.service import config as contracts_config
 from contracts.service import telemetry
 from worker.config import WorkerConfig

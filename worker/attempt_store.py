@@ -7,7 +7,8 @@ import structlog
 
 from contracts import subjects, topology
 from contracts.bus import Bus, BusError, Unconfirmed, WrongSequence
-from contracts.messages import AttemptEvent, Codec
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.base import Codec
 
 RETRY_S, RETRY_S_MAX = 0.1, 2.0
 

@@ -13,16 +13,9 @@ from itertools import islice
 import msgspec
 
 from contracts import subjects
-from contracts.messages import (
-    NOTHING,
-    Codec,
-    Frame,
-    FrameKind,
-    FramesAnswer,
-    FramesRequest,
-    ReplyMessage,
-    RequestEnvelope,
-)
+from contracts.messages.base import NOTHING, Codec
+from contracts.messages.frames import Frame, FrameKind, FramesAnswer, FramesRequest, ReplyMessage
+from contracts.messages.request import RequestEnvelope
 
 KEEP_S = 60.0
 """Above the silence limit plus the repair bound of contracts.streaming.relay (8 s, 10 s), with room for an outage."""

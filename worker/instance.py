@@ -14,7 +14,8 @@ import structlog
 
 from contracts import ids, subjects, topology
 from contracts.bus import Bus, BusError, Incoming, Puller, Subscription
-from contracts.messages import Codec, FramesAnswer, FramesRequest
+from contracts.messages.base import Codec
+from contracts.messages.frames import FramesAnswer, FramesRequest
 from worker.frame_buffer import Outbox
 
 T = TypeVar("T")

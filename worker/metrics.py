@@ -2,7 +2,8 @@
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from contracts.messages import AttemptEvent, Priority
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.base import Priority
 
 _SCOPE = ("model", "version", "priority")
 

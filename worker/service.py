@@ -14,17 +14,11 @@ import structlog
 
 from contracts import subjects, topology
 from contracts.bus import Bus, BusError, Incoming
-from contracts.messages import (
-    Codec,
-    ControlAnswer,
-    ControlRequest,
-    EndData,
-    ErrorData,
-    Manifest,
-    RequestEnvelope,
-    WorkerHeartbeat,
-    WorkItem,
-)
+from contracts.messages.base import Codec
+from contracts.messages.control import ControlAnswer, ControlRequest, WorkerHeartbeat
+from contracts.messages.frames import EndData, ErrorData
+from contracts.messages.records import Manifest
+from contracts.messages.request import RequestEnvelope, WorkItem
 from contracts.simulated import Simulate
 from worker import attempt_store, metrics
 from worker.config import WorkerConfig

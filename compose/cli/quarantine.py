@@ -8,7 +8,7 @@ from compose.cli.common import DataDirOption, JsonOption, instant, on_bus, print
 from compose.stack.data_dir import ComposeError
 
 if TYPE_CHECKING:
-    from contracts.messages import Quarantined
+    from contracts.messages.attempts import Quarantined
 
 quarantine_app = typer.Typer(no_args_is_help=True, help="Requests that ended engines and are not tried again.")
 

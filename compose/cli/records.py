@@ -10,7 +10,7 @@ from compose.stack.data_dir import Engine, Target
 
 if TYPE_CHECKING:
     from contracts.bus import Bus
-    from contracts.messages import TenantRecord
+    from contracts.messages.records import TenantRecord
 
 tenant_app = typer.Typer(no_args_is_help=True, help="Tenants and their limits.")
 key_app = typer.Typer(no_args_is_help=True, help="API keys.")
@@ -37,7 +37,7 @@ def tenant_create(
 ) -> None:
     """Make a tenant. A limit that is not given is unlimited."""
     from contracts import registry
-    from contracts.messages import TenantLimits, TenantRecord
+    from contracts.messages.records import TenantLimits, TenantRecord
 
     if not 0 < weight < float("inf"):
         raise typer.BadParameter("the weight is a number above 0", param_hint="--weight")

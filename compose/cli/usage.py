@@ -18,7 +18,7 @@ from compose.stack.data_dir import ComposeError
 from contracts import clock
 
 if TYPE_CHECKING:
-    from contracts.messages import LatencyDimension, UsageDimension
+    from contracts.messages.usage import LatencyDimension, UsageDimension
 
 price_app = typer.Typer(no_args_is_help=True, help="Prices by model and tier.")
 ledger_app = typer.Typer(no_args_is_help=True, help="What the ledger holds.")
@@ -248,7 +248,7 @@ def price_set(
 ) -> None:
     """Set a model's prices from a day on, until a later price begins."""
     from compose.stack import records
-    from contracts.messages import Price
+    from contracts.messages.records import Price
 
     today = datetime.now(UTC).date()
     day = start or datetime.fromtimestamp(time.time() + 86_400, UTC).date().isoformat()

@@ -6,11 +6,9 @@ from pathlib import Path
 from compose.stack.data_dir import ComposeError
 from contracts import subjects, topology
 from contracts.bus import Bus
-from contracts.messages import (
-    Codec,
-    Quarantined,
-    QueueAnswer,
-)
+from contracts.messages.attempts import Quarantined
+from contracts.messages.base import Codec
+from contracts.messages.queues import QueueAnswer
 from contracts.registry import check_name
 
 _QUARANTINED = Codec[Quarantined](Quarantined)

@@ -28,7 +28,7 @@ from typing import Any
 
 from rich.console import Console
 
-from contracts.messages import Endpoint
+from contracts.messages.base import Endpoint
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The public name of the model that `headrace up` serves unless told otherwise."""

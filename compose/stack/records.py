@@ -8,9 +8,10 @@ import msgspec
 from compose.stack.data_dir import ComposeError
 from contracts import subjects, topology
 from contracts.bus import Bus
-from contracts.messages import (
-    Codec,
-    DeadLetter,
+from contracts.messages.attempts import DeadLetter
+from contracts.messages.base import Codec, Message
+from contracts.messages.records import Price
+from contracts.messages.usage import (
     ExplainAnswer,
     ExplainQuery,
     Invoice,
@@ -20,8 +21,6 @@ from contracts.messages import (
     LatencyDimension,
     LatencyQuery,
     LatencyRow,
-    Message,
-    Price,
     UsageAnswer,
     UsageDimension,
     UsageQuery,

@@ -30,7 +30,7 @@ from compose.stack.processes import Child, Ports, Probe, Spec, Supervisor, http_
 from compose.stack.terminal import Terminal, quiet_logs
 from contracts import registry, topology
 from contracts.bus import Bus, BusError
-from contracts.messages import Manifest, TenantRecord
+from contracts.messages.records import Manifest, TenantRecord
 
 START_LIMIT_S = 900.0
 """Until everything is ready; a cold disk and a large model take minutes. A guess."""

@@ -36,23 +36,10 @@ from contracts.client.answers import (
     ResponseEvent,
 )
 from contracts.errors import TABLE, HeadraceError
-from contracts.messages import (
-    CancelAnswer,
-    CancelRequest,
-    Codec,
-    EndData,
-    Endpoint,
-    ErrorData,
-    FramesAnswer,
-    FramesRequest,
-    HolderHeartbeat,
-    Reply,
-    ReplyMessage,
-    StatusAnswer,
-    StatusRequest,
-    SubmitAnswer,
-    SubmitRequest,
-)
+from contracts.messages.base import Codec, Endpoint
+from contracts.messages.control import CancelAnswer, CancelRequest, HolderHeartbeat, StatusAnswer, StatusRequest
+from contracts.messages.frames import EndData, ErrorData, FramesAnswer, FramesRequest, ReplyMessage
+from contracts.messages.request import Reply, SubmitAnswer, SubmitRequest
 from contracts.streaming.relay import AskFrames, AskStatus, Effects, Fail, Finish, Forward, Relay
 
 log = structlog.get_logger(__name__)

@@ -5,7 +5,7 @@ Used by contracts.streaming.relay alone, which decides what to do with them.
 
 import msgspec
 
-from contracts.messages import EndData, ErrorData, Frame, FrameKind
+from contracts.messages.frames import EndData, ErrorData, Frame, FrameKind
 
 _text_of = msgspec.json.Decoder(str).decode
 

@@ -22,17 +22,9 @@ from collections.abc import Sequence
 import msgspec
 
 from contracts.errors import TABLE
-from contracts.messages import (
-    EndData,
-    Epoch,
-    ErrorData,
-    Frame,
-    FrameKind,
-    FramesAnswer,
-    LostData,
-    Outcome,
-    StatusAnswer,
-)
+from contracts.messages.base import Epoch, Outcome
+from contracts.messages.control import StatusAnswer
+from contracts.messages.frames import EndData, ErrorData, Frame, FrameKind, FramesAnswer, LostData
 from contracts.streaming.generation import Bounds, Generation, TooLarge
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import msgspec
 
 from contracts import errors
-from contracts.messages import Endpoint, ErrorData
+from contracts.messages.base import Endpoint
+from contracts.messages.frames import ErrorData
 
 Json = dict[str, object]
 

@@ -11,7 +11,8 @@ import msgspec
 from msgspec import Meta
 
 from contracts.errors import HeadraceError
-from contracts.messages import Endpoint, Manifest
+from contracts.messages.base import Endpoint
+from contracts.messages.records import Manifest
 from contracts.simulated import simulate_field
 from gateway.apis import messages, responses
 from gateway.apis.fields import Positive, Text, Valid, converted, refuse, travelling

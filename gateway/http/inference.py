@@ -15,7 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from contracts.errors import HeadraceError
-from contracts.messages import Endpoint, ErrorData, RateLimits, Reply
+from contracts.messages.admission import RateLimits
+from contracts.messages.base import Endpoint
+from contracts.messages.frames import ErrorData
+from contracts.messages.request import Reply
 from gateway import metrics
 from gateway.apis import response_format
 from gateway.config import GatewayConfig

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import msgspec
 
 from contracts import errors
-from contracts.messages import LatencyDimension, UsageDimension
+from contracts.messages.usage import LatencyDimension, UsageDimension
 from gateway.apis import messages, responses, validation
 from gateway.http.inference import DEADLINE_MS_MAX
 from gateway.management import admin, usage

@@ -11,7 +11,7 @@ from starlette.routing import Match, Route
 
 from contracts.bus import Bus
 from contracts.errors import HeadraceError
-from contracts.messages import Manifest
+from contracts.messages.records import Manifest
 from gateway.http import pages
 from gateway.http.exchange import Edge, Exchange
 from gateway.http.inference import Completions

@@ -14,19 +14,11 @@ import msgspec
 from contracts import errors, subjects, topology
 from contracts.bus import Bus, BusError, StreamFull, TooLarge, Unavailable, Unconfirmed
 from contracts.errors import HeadraceError
-from contracts.messages import (
-    AdmissionAnswer,
-    AdmissionRequest,
-    CancelRequest,
-    Codec,
-    Endpoint,
-    Manifest,
-    Priority,
-    RateLimits,
-    Reply,
-    RequestEnvelope,
-    TenantRecord,
-)
+from contracts.messages.admission import AdmissionAnswer, AdmissionRequest, RateLimits
+from contracts.messages.base import Codec, Endpoint, Priority
+from contracts.messages.control import CancelRequest
+from contracts.messages.records import Manifest, TenantRecord
+from contracts.messages.request import Reply, RequestEnvelope
 from gateway import threads
 from gateway.apis import json_limits, validation
 from gateway.intake.auth import Identity

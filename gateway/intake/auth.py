@@ -17,7 +17,8 @@ import structlog
 from contracts import subjects, topology
 from contracts.bus import Bus, KvEntry, Watch
 from contracts.errors import HeadraceError
-from contracts.messages import Codec, KeyRecord, TenantRecord
+from contracts.messages.base import Codec
+from contracts.messages.records import KeyRecord, TenantRecord
 
 _log = structlog.get_logger()
 

@@ -10,7 +10,9 @@ import structlog
 from contracts import ids, subjects
 from contracts.bus import Bus, BusError, Incoming, Subscription
 from contracts.errors import HeadraceError
-from contracts.messages import Codec, ErrorData, SubmitAnswer, SubmitRequest
+from contracts.messages.base import Codec
+from contracts.messages.frames import ErrorData
+from contracts.messages.request import SubmitAnswer, SubmitRequest
 from gateway.http.inference import DEADLINE_MS_MAX
 from gateway.intake.admission import Admission, Call
 from gateway.intake.auth import Directory, Identity

@@ -6,7 +6,8 @@ import structlog
 from contracts import topology
 from contracts.bus import Bus, KvEntry, Watch
 from contracts.errors import HeadraceError
-from contracts.messages import Codec, Manifest, TenantRecord
+from contracts.messages.base import Codec
+from contracts.messages.records import Manifest, TenantRecord
 from gateway.prompt.token_counter import TokenCounter
 
 _log = structlog.get_logger()

@@ -15,15 +15,9 @@ from starlette.routing import Route
 from contracts import registry, subjects
 from contracts.bus import Bus, Unavailable
 from contracts.errors import HeadraceError
-from contracts.messages import (
-    Codec,
-    KeyRecord,
-    Manifest,
-    Priority,
-    QueueAnswer,
-    TenantLimits,
-    TenantRecord,
-)
+from contracts.messages.base import Codec, Priority
+from contracts.messages.queues import QueueAnswer
+from contracts.messages.records import KeyRecord, Manifest, TenantLimits, TenantRecord
 from gateway.apis import fields
 from gateway.config import GatewayConfig
 from gateway.http import body

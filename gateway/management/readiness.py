@@ -6,7 +6,8 @@ import msgspec
 
 from contracts import subjects
 from contracts.bus import Bus, Unavailable
-from contracts.messages import Codec, QueueAnswer
+from contracts.messages.base import Codec
+from contracts.messages.queues import QueueAnswer
 from gateway.intake.catalog import Catalog
 
 ASK_EVERY_S = 1.0

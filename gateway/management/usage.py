@@ -17,7 +17,7 @@ from starlette.routing import Route
 from contracts import clock, subjects
 from contracts.bus import Bus, Unavailable
 from contracts.errors import HeadraceError
-from contracts.messages import (
+from contracts.messages.usage import (
     LatencyAnswer,
     LatencyDimension,
     LatencyQuery,

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from contracts.errors import HeadraceError
-from contracts.messages import Endpoint, Manifest
+from contracts.messages.base import Endpoint
+from contracts.messages.records import Manifest
 from contracts.simulated import simulated_prompts
 from gateway import metrics, threads
 from gateway.apis import messages, responses

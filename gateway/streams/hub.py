@@ -15,20 +15,10 @@ import structlog
 
 from contracts import subjects
 from contracts.bus import Bus, Incoming, Subscription, Unavailable
-from contracts.messages import (
-    CancelAnswer,
-    CancelRequest,
-    Codec,
-    EndData,
-    ErrorData,
-    FramesAnswer,
-    FramesRequest,
-    HolderHeartbeat,
-    ReplyMessage,
-    RequestEnvelope,
-    StatusAnswer,
-    StatusRequest,
-)
+from contracts.messages.base import Codec
+from contracts.messages.control import CancelAnswer, CancelRequest, HolderHeartbeat, StatusAnswer, StatusRequest
+from contracts.messages.frames import EndData, ErrorData, FramesAnswer, FramesRequest, ReplyMessage
+from contracts.messages.request import RequestEnvelope
 from contracts.streaming.relay import AskFrames, AskStatus, Effects, Fail, Finish, Forward, Relay
 from gateway import metrics
 from gateway.apis import response_format

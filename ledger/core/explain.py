@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from contracts.messages import AttemptEvent
+from contracts.messages.attempts import AttemptEvent
 from ledger.core import money
 
 DEATHS_MAX = 2

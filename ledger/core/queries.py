@@ -7,7 +7,7 @@ every answer is right before any merge. Values of others are parameters; numbers
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from contracts.messages import LatencyDimension, LatencyQuery, UsageDimension, UsageQuery
+from contracts.messages.usage import LatencyDimension, LatencyQuery, UsageDimension, UsageQuery
 from ledger.core.rollup_plan import DAY_S, HOUR_S, Level, Piece, Plan
 
 ROWS_MAX = 10_000

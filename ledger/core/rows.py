@@ -14,7 +14,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from contracts import subjects
-from contracts.messages import AttemptEvent, Codec, DeadLetter
+from contracts.messages.attempts import AttemptEvent, DeadLetter
+from contracts.messages.base import Codec
 
 UINT32_MAX = (1 << 32) - 1
 UINT64_MAX = (1 << 64) - 1

@@ -7,7 +7,8 @@ here because the bounds of the queue are.
 from datetime import UTC, datetime
 
 from contracts.errors import HeadraceError
-from contracts.messages import AdmissionRequest, Manifest, TenantLimits, TenantRecord
+from contracts.messages.admission import AdmissionRequest
+from contracts.messages.records import Manifest, TenantLimits, TenantRecord
 from scheduler.core.fair_queue import FairQueue
 from scheduler.core.quotas import Cost, Quota, seconds
 from scheduler.core.request import Request

@@ -10,16 +10,11 @@ import heapq
 from collections.abc import Callable
 
 from contracts.errors import HeadraceError
-from contracts.messages import (
-    AdmissionAnswer,
-    AdmissionRequest,
-    Announce,
-    AttemptEvent,
-    CancelAnswer,
-    Epoch,
-    Evict,
-    Manifest,
-)
+from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.base import Epoch
+from contracts.messages.control import Announce, CancelAnswer, Evict
+from contracts.messages.records import Manifest
 from scheduler.config import Settings
 from scheduler.core import events as ev
 from scheduler.core import outcomes, views

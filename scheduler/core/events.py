@@ -4,23 +4,20 @@ from typing import Any
 
 import msgspec
 
-from contracts.messages import (
-    AdmissionAnswer,
-    AdmissionRequest,
-    AttemptEvent,
+from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.control import (
     CancelAnswer,
     CancelRequest,
     ControlAnswer,
     ControlRequest,
-    Frame,
     HolderHeartbeat,
-    Manifest,
-    RequestEnvelope,
     StatusAnswer,
-    TenantRecord,
     WorkerHeartbeat,
-    WorkItem,
 )
+from contracts.messages.frames import Frame
+from contracts.messages.records import Manifest, TenantRecord
+from contracts.messages.request import RequestEnvelope, WorkItem
 
 
 class Event(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from contracts.messages import Priority
+from contracts.messages.base import Priority
 
 SCAN_PER_TENANT = 4
 """Requests of one tenant looked at when its first ones fit no worker: a guess, enough to pass one large one."""

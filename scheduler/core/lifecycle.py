@@ -8,17 +8,11 @@ import heapq
 
 import msgspec
 
-from contracts.messages import (
-    AttemptEvent,
-    CancelAnswer,
-    CancelAttempt,
-    Epoch,
-    Frame,
-    FrameKind,
-    LostData,
-    Manifest,
-    Outcome,
-)
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.base import Epoch, Outcome
+from contracts.messages.control import CancelAnswer, CancelAttempt
+from contracts.messages.frames import Frame, FrameKind, LostData
+from contracts.messages.records import Manifest
 from scheduler.config import Settings
 from scheduler.core import events as ev
 from scheduler.core import outcomes

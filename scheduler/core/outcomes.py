@@ -1,6 +1,8 @@
 """How an attempt ends: the event that the scheduler proposes, what may follow, and what the caller reads."""
 
-from contracts.messages import AttemptEvent, EndData, ErrorData, Outcome
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.base import Outcome
+from contracts.messages.frames import EndData, ErrorData
 from scheduler.core.request import Request
 
 ATTEMPTS_MAX = 2

@@ -10,7 +10,8 @@ import math
 import msgspec
 
 from contracts.errors import HeadraceError
-from contracts.messages import RateLimits, TenantLimits
+from contracts.messages.admission import RateLimits
+from contracts.messages.records import TenantLimits
 
 MINUTE_MS = 60_000
 

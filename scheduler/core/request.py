@@ -4,7 +4,9 @@ import enum
 
 import msgspec
 
-from contracts.messages import AdmissionRequest, Progress, Reply, RequestEnvelope
+from contracts.messages.admission import AdmissionRequest
+from contracts.messages.control import Progress
+from contracts.messages.request import Reply, RequestEnvelope
 from scheduler.core.quotas import Cost
 
 

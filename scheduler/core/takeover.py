@@ -7,7 +7,8 @@ One thing is lost: which of two requests in an engine that died was the suspect,
 death too many.
 """
 
-from contracts.messages import AttemptEvent, RequestEnvelope, WorkItem
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.request import RequestEnvelope, WorkItem
 from scheduler.core import events as ev
 from scheduler.core import outcomes
 from scheduler.core.lifecycle import Lifecycle

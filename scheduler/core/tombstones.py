@@ -4,7 +4,8 @@ from collections import OrderedDict
 
 import msgspec
 
-from contracts.messages import AttemptEvent, ErrorData
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.frames import ErrorData
 
 REMEMBER_MS = 600_000
 """Longer than any client repeats itself and any publish is stored late."""

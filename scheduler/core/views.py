@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from contracts.messages import QueueAnswer, RequestState, StatusAnswer, TenantQueue
+from contracts.messages.control import RequestState, StatusAnswer
+from contracts.messages.queues import QueueAnswer, TenantQueue
 from scheduler.core import outcomes
 from scheduler.core.request import WAITING, Request, State
 

@@ -7,7 +7,8 @@ heartbeats: while those do not arrive, nobody is lost (DESIGN.md section 7).
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from contracts.messages import Epoch, Progress, WorkerHeartbeat
+from contracts.messages.base import Epoch
+from contracts.messages.control import Progress, WorkerHeartbeat
 
 
 class Load(NamedTuple):

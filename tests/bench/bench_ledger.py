@@ -23,7 +23,8 @@ import msgspec
 
 from contracts import ids, subjects, topology
 from contracts.bus import Bus, BusError
-from contracts.messages import AttemptEvent, UsageAnswer, UsageDimension, UsageQuery
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.usage import UsageAnswer, UsageDimension, UsageQuery
 from ledger.core import rows
 from ledger.store import Store
 

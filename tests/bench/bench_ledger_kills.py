@@ -23,7 +23,8 @@ import msgspec
 
 from contracts import clock, ids, subjects, topology
 from contracts.bus import Bus, BusError
-from contracts.messages import AttemptEvent, UsageAnswer, UsageQuery
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.usage import UsageAnswer, UsageQuery
 from tests.bench.bench_ledger import free_port, launch, metric, subject, until
 
 BRIDGE = Path(__file__).parents[1] / "bus" / "clickhouse_http.py"

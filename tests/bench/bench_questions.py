@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts import clock
-from contracts.messages import LatencyQuery, UsageQuery
+from contracts.messages.usage import LatencyQuery, UsageQuery
 from ledger.core import queries
 from ledger.query_api import Questions
 from ledger.rollups import Rollups, plan

@@ -9,7 +9,10 @@ import gc
 import statistics
 import time
 
-from contracts.messages import AdmissionRequest, Epoch, Manifest, PoolLimits, WorkerHeartbeat
+from contracts.messages.admission import AdmissionRequest
+from contracts.messages.base import Epoch
+from contracts.messages.control import WorkerHeartbeat
+from contracts.messages.records import Manifest, PoolLimits
 from scheduler.core import events as ev
 from scheduler.core.core import Core, Settings
 

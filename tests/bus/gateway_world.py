@@ -16,30 +16,14 @@ import msgspec
 
 from contracts import subjects, topology
 from contracts.bus import Bus, Incoming
-from contracts.messages import (
-    AdmissionAnswer,
-    AdmissionRequest,
-    CancelAnswer,
-    CancelRequest,
-    EndData,
-    Epoch,
-    ErrorData,
-    Frame,
-    FrameKind,
-    FramesAnswer,
-    FramesRequest,
-    HolderHeartbeat,
-    KeyRecord,
-    Manifest,
-    QueueAnswer,
-    ReplyMessage,
-    RequestEnvelope,
-    StatusAnswer,
-    TenantRecord,
-    UsageAnswer,
-    UsageQuery,
-    WorkerHeartbeat,
-)
+from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
+from contracts.messages.base import Epoch
+from contracts.messages.control import CancelAnswer, CancelRequest, HolderHeartbeat, StatusAnswer, WorkerHeartbeat
+from contracts.messages.frames import EndData, ErrorData, Frame, FrameKind, FramesAnswer, FramesRequest, ReplyMessage
+from contracts.messages.queues import QueueAnswer
+from contracts.messages.records import KeyRecord, Manifest, TenantRecord
+from contracts.messages.request import RequestEnvelope
+from contracts.messages.usage import UsageAnswer, UsageQuery
 from gateway.config import GatewayConfig
 from gateway.service import Gateway
 

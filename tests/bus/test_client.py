@@ -10,21 +10,9 @@ from contracts import subjects
 from contracts.bus import Bus, Incoming
 from contracts.client.client import Client
 from contracts.errors import HeadraceError
-from contracts.messages import (
-    CancelAnswer,
-    CancelRequest,
-    EndData,
-    ErrorData,
-    Frame,
-    FrameKind,
-    FramesAnswer,
-    FramesRequest,
-    HolderHeartbeat,
-    ReplyMessage,
-    StatusAnswer,
-    SubmitAnswer,
-    SubmitRequest,
-)
+from contracts.messages.control import CancelAnswer, CancelRequest, HolderHeartbeat, StatusAnswer
+from contracts.messages.frames import EndData, ErrorData, Frame, FrameKind, FramesAnswer, FramesRequest, ReplyMessage
+from contracts.messages.request import SubmitAnswer, SubmitRequest
 from tests.conftest import NatsServer
 
 encode = msgspec.json.encode

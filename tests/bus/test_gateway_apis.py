@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from contracts.messages import EndData, ErrorData, RequestEnvelope
+from contracts.messages.frames import EndData, ErrorData
+from contracts.messages.request import RequestEnvelope
 from tests.bus.gateway_world import K1, MODEL, World, ended, error_of, serve, simulated, until
 
 TEMPLATE = """{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}

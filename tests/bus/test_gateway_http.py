@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from contracts import topology
-from contracts.messages import AdmissionAnswer, KeyRecord, RateLimits, TenantLimits, TenantRecord
+from contracts.messages.admission import AdmissionAnswer, RateLimits
+from contracts.messages.records import KeyRecord, TenantLimits, TenantRecord
 from tests.bus.gateway_world import (
     BASE,
     CHAT,

@@ -9,7 +9,9 @@ import httpx
 import openai
 import pytest
 
-from contracts.messages import EndData, ErrorData, LostData, RequestEnvelope, StatusAnswer
+from contracts.messages.control import StatusAnswer
+from contracts.messages.frames import EndData, ErrorData, LostData
+from contracts.messages.request import RequestEnvelope
 from gateway.streams import hub
 from tests.bus.gateway_world import (
     BASE,

@@ -20,18 +20,16 @@ import pytest
 
 from contracts import ids, subjects, topology
 from contracts.bus import Bus, BusError, NotFound
-from contracts.messages import (
-    AttemptEvent,
-    Budget,
-    DeadLetter,
+from contracts.messages.attempts import AttemptEvent, DeadLetter
+from contracts.messages.base import Message
+from contracts.messages.records import Budget, Price
+from contracts.messages.usage import (
     ExplainAnswer,
     ExplainQuery,
     InvoiceAnswer,
     InvoiceQuery,
     LatencyAnswer,
     LatencyQuery,
-    Message,
-    Price,
     UsageAnswer,
     UsageQuery,
 )

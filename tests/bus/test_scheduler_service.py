@@ -13,17 +13,10 @@ import pytest
 
 from contracts import ids, registry, subjects, topology
 from contracts.bus import Bus, BusError
-from contracts.messages import (
-    AdmissionAnswer,
-    AdmissionRequest,
-    CancelAnswer,
-    CancelRequest,
-    Manifest,
-    Reply,
-    RequestEnvelope,
-    StatusAnswer,
-    StatusRequest,
-)
+from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
+from contracts.messages.control import CancelAnswer, CancelRequest, StatusAnswer, StatusRequest
+from contracts.messages.records import Manifest
+from contracts.messages.request import Reply, RequestEnvelope
 from tests.bus.helpers import eventually
 from tests.conftest import NatsServer
 

@@ -15,25 +15,12 @@ import pytest
 
 from contracts import ids, subjects, topology
 from contracts.bus import Bus, Incoming
-from contracts.messages import (
-    Announce,
-    AttemptEvent,
-    CancelAttempt,
-    ControlAnswer,
-    EndData,
-    Epoch,
-    ErrorData,
-    Evict,
-    Frame,
-    FramesAnswer,
-    FramesRequest,
-    Manifest,
-    Reply,
-    ReplyMessage,
-    RequestEnvelope,
-    WorkerHeartbeat,
-    WorkItem,
-)
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.base import Epoch
+from contracts.messages.control import Announce, CancelAttempt, ControlAnswer, Evict, WorkerHeartbeat
+from contracts.messages.frames import EndData, ErrorData, Frame, FramesAnswer, FramesRequest, ReplyMessage
+from contracts.messages.records import Manifest
+from contracts.messages.request import Reply, RequestEnvelope, WorkItem
 from tests.conftest import NatsServer, free_port
 from worker.__main__ import build_engine
 from worker.config import WorkerConfig

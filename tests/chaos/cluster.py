@@ -27,16 +27,12 @@ from compose.stack.processes import die_with
 from compose.stack.up import make_manifest, write_nats_configuration
 from contracts import ids, registry, subjects, topology
 from contracts.bus import Bus, BusError
-from contracts.messages import (
-    AttemptEvent,
-    Codec,
-    QueueAnswer,
-    RequestEnvelope,
-    TenantRecord,
-    UsageAnswer,
-    UsageQuery,
-    UsageRow,
-)
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.base import Codec
+from contracts.messages.queues import QueueAnswer
+from contracts.messages.records import TenantRecord
+from contracts.messages.request import RequestEnvelope
+from contracts.messages.usage import UsageAnswer, UsageQuery, UsageRow
 from tests.chaos.proxy import Link, Links
 from tests.conftest import NatsServer, free_port
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from contracts.messages import AttemptEvent
+from contracts.messages.attempts import AttemptEvent
 from tests.chaos.cluster import Call, Cluster, Service, until
 from tests.conftest import nats_server_binary
 

@@ -14,7 +14,9 @@ from compose.stack import records
 from compose.stack.data_dir import ComposeError
 from contracts import ids, registry
 from contracts.bus import BusError
-from contracts.messages import AttemptEvent, ExplainAnswer, TenantLimits
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.records import TenantLimits
+from contracts.messages.usage import ExplainAnswer
 from tests.chaos.cluster import TENANT, Call, Cluster, Service, until
 from tests.e2e.conftest import headrace
 

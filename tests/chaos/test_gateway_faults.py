@@ -9,14 +9,10 @@ import time
 import pytest
 
 from contracts import ids, subjects
-from contracts.messages import (
-    AdmissionAnswer,
-    AdmissionRequest,
-    CancelAnswer,
-    CancelRequest,
-    Codec,
-    RequestEnvelope,
-)
+from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
+from contracts.messages.base import Codec
+from contracts.messages.control import CancelAnswer, CancelRequest
+from contracts.messages.request import RequestEnvelope
 from tests.chaos.cluster import MODEL, TENANT, Cluster, Gateway, chat, counted, envelope, until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from contracts.messages import UsageRow
+from contracts.messages.usage import UsageRow
 from tests.chaos.cluster import Cluster, until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]

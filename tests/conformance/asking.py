@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from contracts.messages import Endpoint
+from contracts.messages.base import Endpoint
 from worker.engines.base import Counts, Engine, Job
 
 SLOTS = 4

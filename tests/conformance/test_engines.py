@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from contracts.messages import Endpoint
+from contracts.messages.base import Endpoint
 from tests.conformance.asking import MODEL, SLOTS, Answer, Asker
 from worker.engines.base import Counts, EngineFailure
 

@@ -16,7 +16,7 @@ import pytest
 from compose.stack import admin
 from contracts import topology
 from contracts.bus import Bus
-from contracts.messages import AttemptEvent
+from contracts.messages.attempts import AttemptEvent
 from tests.e2e.conftest import Stack, StartStack, until
 
 HELLO = [{"role": "user", "content": "one two three"}]

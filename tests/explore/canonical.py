@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from contracts.messages import Message
+from contracts.messages.base import Message
 from scheduler.core.core import Core
 from tests.explore.records import BASE_MS, LOST_TICKS
 

@@ -5,15 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from contracts.messages import (
-    AdmissionAnswer,
-    AdmissionRequest,
-    CancelAnswer,
-    CancelRequest,
-    EndData,
-    Reply,
-    RequestEnvelope,
-)
+from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
+from contracts.messages.control import CancelAnswer, CancelRequest
+from contracts.messages.frames import EndData
+from contracts.messages.request import Reply, RequestEnvelope
 from tests.explore import schedulers
 from tests.explore.parts import TENANT, encode
 from tests.explore.records import TICK_MS, Action, Asked, Message, Op, Violation

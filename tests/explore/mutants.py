@@ -4,7 +4,10 @@ from typing import Any
 
 import msgspec
 
-from contracts.messages import AttemptEvent, ErrorData, Outcome, StatusAnswer
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.base import Outcome
+from contracts.messages.control import StatusAnswer
+from contracts.messages.frames import ErrorData
 from contracts.streaming.relay import Effects, Relay
 from scheduler.core import events, outcomes
 from scheduler.core.core import Core

@@ -10,25 +10,21 @@ from typing import Any
 
 import msgspec
 
-from contracts.messages import (
-    AdmissionRequest,
-    AttemptEvent,
+from contracts.messages.admission import AdmissionRequest
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.base import Codec, Epoch
+from contracts.messages.control import (
     CancelAttempt,
     CancelRequest,
-    Codec,
     ControlAnswer,
     ControlRequest,
-    Epoch,
-    Frame,
-    FramesAnswer,
     HolderHeartbeat,
-    Manifest,
-    RequestEnvelope,
     StatusAnswer,
-    TenantRecord,
     WorkerHeartbeat,
-    WorkItem,
 )
+from contracts.messages.frames import Frame, FramesAnswer
+from contracts.messages.records import Manifest, TenantRecord
+from contracts.messages.request import RequestEnvelope, WorkItem
 from contracts.streaming.relay import AskFrames, AskStatus, Finish, Forward, Relay, RelaySettings
 from scheduler.config import Settings
 from scheduler.core import events as ev

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from contracts.messages import Frame, FramesAnswer
+from contracts.messages.frames import Frame, FramesAnswer
 from tests.explore import schedulers
 from tests.explore.parts import CONTROLLED, ITEM, encode
 from tests.explore.records import TICK_MS, Action, Kept, Key, Message, Op, Run, Violation, Worker

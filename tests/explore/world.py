@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from contracts.messages import HolderHeartbeat
+from contracts.messages.control import HolderHeartbeat
 from tests.explore import faults, forms, gateway, schedulers, workers
 from tests.explore.canonical import near
 from tests.explore.parts import EVENT, ITEM, Parts, encode

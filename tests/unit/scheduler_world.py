@@ -10,28 +10,22 @@ from collections.abc import Callable
 
 import msgspec
 
-from contracts.messages import (
-    AdmissionAnswer,
-    AdmissionRequest,
-    AttemptEvent,
+from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.base import Epoch
+from contracts.messages.control import (
     CancelAnswer,
     CancelAttempt,
     CancelRequest,
     ControlAnswer,
     ControlRequest,
-    Epoch,
-    Frame,
     HolderHeartbeat,
-    Manifest,
-    PoolLimits,
     Progress,
-    Reply,
-    RequestEnvelope,
-    TenantLimits,
-    TenantRecord,
     WorkerHeartbeat,
-    WorkItem,
 )
+from contracts.messages.frames import Frame
+from contracts.messages.records import Manifest, PoolLimits, TenantLimits, TenantRecord
+from contracts.messages.request import Reply, RequestEnvelope, WorkItem
 from scheduler.config import Settings
 from scheduler.core import events as ev
 from scheduler.core import views

@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from contracts.messages import CancelRequest, TenantLimits, TenantRecord
+from contracts.messages.control import CancelRequest
+from contracts.messages.records import TenantLimits, TenantRecord
 from scheduler.core import events as ev
 from tests.unit.scheduler_world import FakeWorker, World
 from tests.unit.test_scheduler_core import pull, run_pending, submit, worker_of, world

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from contracts.errors import HeadraceError
-from contracts.messages import Endpoint, Manifest
+from contracts.messages.base import Endpoint
+from contracts.messages.records import Manifest
 from gateway.apis import json_limits, validation
 
 MANIFEST = Manifest(name="m", version="1", engine="vllm", context=4096, default_output_tokens=16)

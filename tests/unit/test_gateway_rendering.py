@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from contracts.errors import HeadraceError
-from contracts.messages import Manifest
+from contracts.messages.records import Manifest
 from gateway.prompt.chat_template import ChatTemplate
 from gateway.prompt.token_counter import TokenCounter
 

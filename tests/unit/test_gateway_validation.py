@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from contracts.errors import HeadraceError
-from contracts.messages import Endpoint, Manifest
+from contracts.messages.base import Endpoint
+from contracts.messages.records import Manifest
 from gateway.apis import json_limits, validation
 from gateway.intake.admission import output_limit
 

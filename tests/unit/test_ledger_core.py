@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts import ids, subjects
-from contracts.messages import AttemptEvent
+from contracts.messages.attempts import AttemptEvent
 from ledger.core import rows
 
 NOW_MS = 1_790_000_000_000

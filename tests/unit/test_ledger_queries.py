@@ -2,7 +2,7 @@
 
 import pytest
 
-from contracts.messages import LatencyQuery, UsageQuery
+from contracts.messages.usage import LatencyQuery, UsageQuery
 from ledger.core import queries
 from ledger.core.rollup_plan import HOUR_S, Build, Level, Mark, Piece, Plan, due, plan
 from ledger.store import statements

@@ -17,7 +17,11 @@ import msgspec
 import pytest
 
 from contracts import ids, subjects
-from contracts.messages import AttemptEvent, Epoch, LatencyQuery, Price, Reply, RequestEnvelope, UsageQuery, WorkItem
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.base import Epoch
+from contracts.messages.records import Price
+from contracts.messages.request import Reply, RequestEnvelope, WorkItem
+from contracts.messages.usage import LatencyQuery, UsageQuery
 from ledger import prices
 from ledger.core import money, queries, rows
 from ledger.core.rollup_plan import DAY_S, HOUR_S

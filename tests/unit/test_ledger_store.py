@@ -15,7 +15,8 @@ import msgspec
 import pytest
 
 from contracts import ids, subjects
-from contracts.messages import AttemptEvent, UsageQuery
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.usage import UsageQuery
 from ledger import rollups
 from ledger.config import LedgerConfig
 from ledger.core import queries, rows

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from contracts.messages import AttemptEvent
+from contracts.messages.attempts import AttemptEvent
 from ledger.core import explain
 
 AT = 1_793_491_200_000

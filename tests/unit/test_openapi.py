@@ -10,7 +10,7 @@ import pytest
 
 from contracts import errors
 from contracts.errors import HeadraceError
-from contracts.messages import Manifest
+from contracts.messages.records import Manifest
 from gateway.apis import validation
 from gateway.config import GatewayConfig
 from gateway.http import openapi, routes

@@ -8,17 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.errors import TABLE
-from contracts.messages import (
-    EndData,
-    Epoch,
-    ErrorData,
-    Frame,
-    FrameKind,
-    FramesAnswer,
-    LostData,
-    Outcome,
-    StatusAnswer,
-)
+from contracts.messages.base import Epoch, Outcome
+from contracts.messages.control import StatusAnswer
+from contracts.messages.frames import EndData, ErrorData, Frame, FrameKind, FramesAnswer, LostData
 from contracts.streaming.generation import Bounds
 from contracts.streaming.relay import AskFrames, AskStatus, Effect, Fail, Finish, Forward, Relay, RelaySettings
 

@@ -3,7 +3,7 @@
 import pytest
 
 from contracts.errors import HeadraceError
-from contracts.messages import AdmissionRequest
+from contracts.messages.admission import AdmissionRequest
 from scheduler.core.admission import RETRY_AFTER_S_MAX, Admission
 from scheduler.core.fair_queue import FairQueue
 from tests.unit.scheduler_world import manifest

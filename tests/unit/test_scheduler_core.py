@@ -10,16 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contracts.messages import (
-    CancelRequest,
-    Epoch,
-    ErrorData,
-    HolderHeartbeat,
-    LostData,
-    Progress,
-    TenantLimits,
-    TenantRecord,
-)
+from contracts.messages.base import Epoch
+from contracts.messages.control import CancelRequest, HolderHeartbeat, Progress
+from contracts.messages.frames import ErrorData, LostData
+from contracts.messages.records import TenantLimits, TenantRecord
 from scheduler.core import events as ev
 from scheduler.core.request import TRANSITIONS, InvalidTransition, State
 from tests.unit.scheduler_world import EPOCH, FakeWorker, World

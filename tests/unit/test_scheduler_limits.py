@@ -3,7 +3,7 @@
 import pytest
 
 from contracts.errors import HeadraceError
-from contracts.messages import TenantLimits
+from contracts.messages.records import TenantLimits
 from scheduler.core.quotas import Bucket, Cost, Quota
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from contracts import simulated
 from contracts.errors import HeadraceError
-from contracts.messages import Endpoint
+from contracts.messages.base import Endpoint
 from contracts.simulated import Prompt, simulate_field, simulated_prompt_tokens
 from worker.engines.simulated.answer import Text
 

@@ -9,18 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contracts.messages import (
-    Announce,
-    CancelAttempt,
-    ControlRequest,
-    EndData,
-    Epoch,
-    ErrorData,
-    Evict,
-    Reply,
-    RequestEnvelope,
-    WorkItem,
-)
+from contracts.messages.base import Epoch
+from contracts.messages.control import Announce, CancelAttempt, ControlRequest, Evict
+from contracts.messages.frames import EndData, ErrorData
+from contracts.messages.request import Reply, RequestEnvelope, WorkItem
 from worker.core import core as worker_core
 from worker.core import outcomes
 from worker.core.core import BrokenLifecycle, WorkerCore

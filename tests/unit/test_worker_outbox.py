@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contracts.messages import Frame, FramesRequest, Reply, ReplyMessage, RequestEnvelope
+from contracts.messages.frames import Frame, FramesRequest, ReplyMessage
+from contracts.messages.request import Reply, RequestEnvelope
 from worker import frame_buffer as outbox_module
 from worker.frame_buffer import FRAME_BYTES, KEEP_S, Outbox, Stream
 

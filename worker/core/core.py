@@ -12,18 +12,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from contracts.messages import (
-    Announce,
-    AttemptEvent,
-    CancelAttempt,
-    ControlAnswer,
-    Epoch,
-    Evict,
-    Progress,
-    RequestEnvelope,
-    WorkerState,
-    WorkItem,
-)
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.base import Epoch
+from contracts.messages.control import Announce, CancelAttempt, ControlAnswer, Evict, Progress, WorkerState
+from contracts.messages.request import RequestEnvelope, WorkItem
 from worker.core import outcomes
 from worker.core.events import (
     AckWork,

@@ -4,7 +4,10 @@ from typing import Any
 
 import msgspec
 
-from contracts.messages import AttemptEvent, ControlAnswer, ControlRequest, EndData, ErrorData, WorkItem
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.control import ControlAnswer, ControlRequest
+from contracts.messages.frames import EndData, ErrorData
+from contracts.messages.request import WorkItem
 from worker.engines.base import Counts, EngineFailure
 
 Key = tuple[str, int]

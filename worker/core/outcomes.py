@@ -5,7 +5,10 @@ from typing import Literal
 import msgspec
 
 from contracts.errors import TABLE
-from contracts.messages import AttemptEvent, EndData, ErrorData, Outcome, RequestEnvelope, WorkItem
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.base import Outcome
+from contracts.messages.frames import EndData, ErrorData
+from contracts.messages.request import RequestEnvelope, WorkItem
 from worker.engines.base import Counts, EngineFailure
 
 ERROR_MESSAGE_MAX = 500

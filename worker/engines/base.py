@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from contracts.messages import Endpoint
+from contracts.messages.base import Endpoint
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from contracts.messages import Endpoint
+from contracts.messages.base import Endpoint
 from worker.engines.base import Counts, EngineFailure, EngineStats, Job
 from worker.engines.vllm.asgi import Exchange
 

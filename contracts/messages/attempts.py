@@ -1,0 +1,74 @@
+"""How attempts end: the one terminal event, and what could not be used or must not run again."""
+
+from typing import Literal
+
+from contracts.messages.base import Endpoint, Message, Outcome, Priority
+from contracts.messages.request import RequestEnvelope
+
+
+class AttemptEvent(Message, frozen=True, kw_only=True):
+    """The one terminal event of an attempt, in ATTEMPTS; also the ledger's row. Attempt 0: never dispatched.
+
+    Ledger key: (request_id, attempt). Times are Unix ms, 0 when the thing never happened.
+    """
+
+    request_id: str
+    attempt: int
+    tenant: str
+    key_id: str
+    model: str
+    version: str
+    endpoint: Endpoint
+    priority: Priority
+    outcome: Outcome
+    reporter: Literal["worker", "scheduler"]
+    worker: str = ""
+    stream: bool = False
+    finish_reason: str = ""
+    error_code: str = ""
+    error_message: str = ""
+    """Names no prompt and no output."""
+    retryable: bool = False
+    """A failed attempt that another worker may repeat."""
+    engine_death: bool = False
+    """The attempt ended because its engine or worker died: the request is a suspect (DESIGN.md section 7)."""
+    billable: bool = False
+    choices: int = 1
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    reserved_tokens: int = 0
+    """What admission had reserved: (prompt + maximum output) times choices."""
+    last_seq: int = -1
+    """Number of the attempt's last frame, the closing one included."""
+    admitted_at_ms: int = 0
+    dispatched_at_ms: int = 0
+    first_token_at_ms: int = 0
+    ended_at_ms: int = 0
+    client_request_id: str = ""
+
+
+class DeadLetter(Message, frozen=True, kw_only=True):
+    """A message that could not be used, in DEAD_LETTERS: why, where it was, and what it was."""
+
+    reason: str
+    subject: str
+    stream_seq: int
+    stored_at_ms: int
+    original: str | None = None
+    """The message as text; None when it is not UTF-8."""
+    original_base64: str | None = None
+    truncated: bool = False
+
+
+class Quarantined(Message, frozen=True, kw_only=True):
+    """A request that ended too many engines or workers, in QUARANTINE: why, when, itself, and its last end.
+
+    A body that travelled by reference is kept only as long as the object store keeps it.
+    """
+
+    reason: str
+    quarantined_at_ms: int
+    request: RequestEnvelope
+    last: AttemptEvent

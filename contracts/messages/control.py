@@ -1,0 +1,130 @@
+"""Cancel and status, signs of life, and the orders of a model's owner to its workers."""
+
+from typing import Literal
+
+from contracts.messages.base import Epoch, Message, Outcome
+from contracts.messages.frames import EndData, ErrorData
+
+
+class CancelRequest(Message, frozen=True, kw_only=True):
+    """Anyone who may publish to ``cancel.v1.<model>.<tenant>`` -> scheduler. Idempotent."""
+
+    request_id: str
+    reason: Literal["client_disconnected", "client_cancelled", "publish_unconfirmed", "slow_reader", "shutdown"] = (
+        "client_cancelled"
+    )
+
+
+class CancelAnswer(Message, frozen=True, kw_only=True):
+    """``durable``: the end is stored, or the id is unknown and remembered; without it, ask again."""
+
+    durable: bool
+    outcome: Outcome | None = None
+
+
+class StatusRequest(Message, frozen=True, kw_only=True):
+    request_id: str
+
+
+RequestState = Literal["unknown", "admitted", "queued", "dispatched", "running", "ended"]
+
+
+class StatusAnswer(Message, frozen=True, kw_only=True):
+    """What the scheduler knows of a request; ``last_seq`` is the number of the ended attempt's last frame."""
+
+    state: RequestState
+    attempt: int = 0
+    worker: str = ""
+    outcome: Outcome | None = None
+    last_seq: int = -1
+    error: ErrorData | None = None
+    end: EndData | None = None
+    """What the frame ``last_seq`` says where that is the worker's ``end``."""
+
+
+WorkerState = Literal["starting", "ready", "draining", "engine_down"]
+
+
+class Progress(Message, frozen=True, kw_only=True):
+    """One attempt that a worker holds."""
+
+    request_id: str
+    attempt: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    """Over all choices; above 0 once the first token exists."""
+
+
+class WorkerHeartbeat(Message, frozen=True, kw_only=True):
+    """Worker -> schedulers every 500 ms, ``hb.v1.worker.<model>.<worker>``."""
+
+    worker: str
+    model: str
+    version: str
+    state: WorkerState
+    epoch: Epoch = Epoch()
+    """Highest epoch that the worker has acknowledged."""
+    slots: int = 0
+    """Sequences that the engine runs at once."""
+    kv_tokens: int = 0
+    """Capacity of the KV cache in tokens."""
+    kv_tokens_used: int = 0
+    context: int = 0
+    """Longest sequence in tokens, prompt and output."""
+    running: int = 0
+    waiting: int = 0
+    prefill_tokens_total: int = 0
+    """Prompt tokens computed since start, cached ones left out."""
+    decode_tokens_total: int = 0
+    held: list[Progress] = []
+
+
+class HolderHeartbeat(Message, frozen=True, kw_only=True):
+    """Gateway or client service -> schedulers every 500 ms, ``hb.v1.holder.<holder>``; the subject's name counts."""
+
+    holder: str
+    leaving: bool = False
+    """A goodbye: its open requests are cancelled at once."""
+
+
+class Tick(Message, frozen=True, kw_only=True):
+    """An observer's tick to itself; ``number`` counts from 0."""
+
+    observer: str
+    number: int
+
+
+class Announce(Message, frozen=True, kw_only=True, tag="announce"):
+    """Owner -> worker: this epoch holds now."""
+
+    epoch: Epoch
+
+
+class CancelAttempt(Message, frozen=True, kw_only=True, tag="cancel_attempt"):
+    """Owner -> worker: stop this attempt, store its terminal event, answer then."""
+
+    epoch: Epoch
+    request_id: str
+    attempt: int
+    reason: str = ""
+
+
+class Evict(Message, frozen=True, kw_only=True, tag="evict"):
+    """Owner -> worker: you were declared lost; abort everything and rejoin under a new name."""
+
+    epoch: Epoch
+
+
+ControlRequest = Announce | CancelAttempt | Evict
+
+
+class ControlAnswer(Message, frozen=True, kw_only=True):
+    """``stale``: the epoch was lower than one already acknowledged, nothing was done.
+
+    ``ended``: the attempt has a stored terminal event. ``unknown``: the worker never held the attempt (and will
+    not start it after this answer) or no longer does.
+    """
+
+    status: Literal["ok", "stale", "ended", "unknown"]
+    epoch: Epoch = Epoch()

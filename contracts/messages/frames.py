@@ -1,0 +1,77 @@
+"""Frames: what a stream's owner receives, and how it asks a worker for those it missed."""
+
+from typing import Literal
+
+import msgspec
+
+from contracts.messages.base import NOTHING, Epoch, Message, Outcome
+
+FrameKind = Literal["accepted", "chunk", "part", "end", "error", "lost"]
+
+
+class Frame(Message, frozen=True, kw_only=True):
+    """One step of a stream. ``seq`` counts from 0 per generation; -1 in frames that the scheduler sends.
+
+    ``chunk``: data is one OpenAI chunk (an object), or the whole answer when the request does not stream. A chunk
+    too big for one bus message comes as ``part`` frames (data: a JSON string, a slice of the chunk's text) closed
+    by a ``chunk`` frame whose data is the last slice, again a string. ``end``: EndData. ``error``: ErrorData.
+    ``lost``: LostData. ``accepted``: no data.
+    """
+
+    stream: str
+    attempt: int
+    seq: int
+    kind: FrameKind
+    data: msgspec.Raw = NOTHING
+
+
+class ReplyMessage(Message, frozen=True, kw_only=True):
+    """What is published on a reply subject: the frames of one step. ``worker`` is empty for the scheduler's."""
+
+    worker: str = ""
+    epoch: Epoch = Epoch()
+    frames: list[Frame] = []
+
+
+class EndData(Message, frozen=True, kw_only=True):
+    """Data of an ``end`` frame: what the terminal event says. ``outcome`` is completed or cancelled."""
+
+    outcome: Outcome
+    finish_reason: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class ErrorData(Message, frozen=True, kw_only=True):
+    """Data of an ``error`` frame: the request's final failure. ``code`` is a code of errors.TABLE."""
+
+    code: str
+    message: str
+    param: str | None = None
+    status: int = 0
+    """HTTP status when it is not the table's."""
+    retry_after_s: int | None = None
+
+
+class LostData(Message, frozen=True, kw_only=True):
+    """Data of a ``lost`` frame: the attempt is void; ``retry`` says whether another one follows."""
+
+    retry: bool
+
+
+class FramesRequest(Message, frozen=True, kw_only=True):
+    """Holder of a stream -> worker, ``frames.v1.<worker>.<tenant>``: frames of an attempt from ``from_seq`` on."""
+
+    request_id: str
+    attempt: int
+    from_seq: int
+
+
+class FramesAnswer(Message, frozen=True, kw_only=True):
+    """At most one page. ``known`` false: the worker no longer keeps that attempt. ``more``: ask again."""
+
+    known: bool
+    frames: list[Frame] = []
+    more: bool = False

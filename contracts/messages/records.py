@@ -1,0 +1,107 @@
+"""Records in KV buckets: models, tenants, keys, prices, budgets."""
+
+from typing import Literal
+
+from contracts.messages.base import Endpoint, Message, Priority
+
+
+class PoolLimits(Message, frozen=True, kw_only=True):
+    """Bounds of one model's queue, and of one tenant's share of it."""
+
+    queued_requests: int = 2000
+    queued_tokens: int = 50_000_000
+    tenant_queued_requests: int = 1000
+    tenant_queued_tokens: int = 25_000_000
+    kv_overbooking: float = 1.0
+    """Reserved tokens on a worker may reach its KV capacity times this."""
+
+
+class Manifest(Message, frozen=True, kw_only=True):
+    """A model's entry in the MODELS bucket, keyed by the encoded name."""
+
+    name: str
+    version: str
+    engine: Literal["vllm", "simulated"]
+    context: int
+    """Longest sequence in tokens, prompt and output."""
+    default_output_tokens: int
+    """Output limit of a request that states none."""
+    artifacts: dict[str, str] = {}
+    """File -> sha256."""
+    path: str = ""
+    """Directory of the artifacts on hosts that share it; empty for the simulated engine."""
+    tokenizer_fingerprint: str = ""
+    endpoints: tuple[Endpoint, ...] = ("chat/completions", "completions")
+    limits: PoolLimits = PoolLimits()
+    fallbacks: list[str] = []
+    created_at_ms: int = 0
+
+
+class TenantLimits(Message, frozen=True, kw_only=True):
+    """Limits of a tenant for each model; None is unlimited. Buckets hold one minute's worth."""
+
+    rpm: int | None = None
+    input_tpm: int | None = None
+    output_tpm: int | None = None
+    concurrency: int | None = None
+    queued_requests: int | None = None
+    queued_tokens: int | None = None
+
+
+class TenantRecord(Message, frozen=True, kw_only=True):
+    """A tenant's entry in the TENANTS bucket, keyed by the encoded name."""
+
+    name: str
+    limits: TenantLimits = TenantLimits()
+    model_limits: dict[str, TenantLimits] = {}
+    """Limits that replace ``limits`` for one model."""
+    weight: float = 1.0
+    models: list[str] | None = None
+    """Models that the tenant may see; None is all."""
+    priorities: tuple[Priority, ...] = ("interactive", "batch")
+    deadline_ms: int = 60_000
+    """Default time to the first token."""
+    monthly_budget_tokens: int | None = None
+    fallback: bool = False
+    """Whether an overloaded model's request may go to a fallback."""
+    prefix_caching: bool = True
+    disabled: bool = False
+    created_at_ms: int = 0
+
+
+class KeyRecord(Message, frozen=True, kw_only=True):
+    """An API key's entry in the KEYS bucket, keyed by the HMAC-SHA256 of the secret (hex). No secret here."""
+
+    id: str
+    tenant: str
+    admin: bool = False
+    created_at_ms: int = 0
+    revoked_at_ms: int = 0
+
+
+class Price(Message, frozen=True, kw_only=True):
+    """An entry in the PRICES bucket, keyed ``<model>.<tier>.<valid_from>``: holds until a later one begins.
+
+    Prices are whole millionths of the currency's unit for a million tokens.
+    """
+
+    model: str
+    tier: Priority
+    valid_from: str
+    """UTC day, ``2026-11-29``."""
+    currency: str
+    """``USD``; one currency for all prices."""
+    input: int
+    cached_input: int
+    output: int
+    reasoning: int
+    created_at_ms: int = 0
+
+
+class Budget(Message, frozen=True, kw_only=True):
+    """A tenant's entry in the BUDGETS bucket, keyed by the encoded name: what was billed in a UTC month."""
+
+    month: str
+    """``2026-11``; entries of earlier months are not cleared."""
+    tokens: int
+    """Prompt and completion tokens."""

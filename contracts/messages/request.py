@@ -1,0 +1,76 @@
+"""A request on its way: submitted by a service, stored in REQUESTS, dispatched in WORK."""
+
+import msgspec
+
+from contracts.messages.admission import RateLimits
+from contracts.messages.base import NOTHING, Endpoint, Epoch, Message, Priority
+from contracts.messages.frames import ErrorData
+
+
+class Reply(Message, frozen=True, kw_only=True):
+    """Where frames go: a subject under ``reply.v1.`` and the caller's own name for the stream."""
+
+    subject: str
+    stream: str
+
+
+class RequestEnvelope(Message, frozen=True, kw_only=True):
+    """Gateway -> REQUESTS: an admitted request. ``body`` or, over the claim-check size, ``body_object``."""
+
+    request_id: str
+    tenant: str
+    key_id: str
+    model: str
+    endpoint: Endpoint
+    stream: bool
+    prompt_tokens: int
+    max_output_tokens: int
+    choices: int
+    priority: Priority
+    admitted_at_ms: int
+    publish_by_ms: int
+    deadline_at_ms: int
+    reply: Reply
+    holder: str = ""
+    version: str = ""
+    tokenizer_fingerprint: str = ""
+    client_request_id: str = ""
+    body: msgspec.Raw = NOTHING
+    body_object: str = ""
+    prefix_caching: bool = True
+    """Whether the engine may reuse this tenant's earlier prompts; never another tenant's."""
+
+
+class WorkItem(Message, frozen=True, kw_only=True):
+    """Scheduler -> WORK: one attempt for one worker incarnation."""
+
+    epoch: Epoch
+    attempt: int
+    version: str
+    worker: str
+    dispatched_at_ms: int
+    request: RequestEnvelope
+
+
+class SubmitRequest(Message, frozen=True, kw_only=True):
+    """Service -> any gateway, ``submit.v1.<tenant>.<model>``; the tenant is the subject's, never the body's."""
+
+    endpoint: Endpoint
+    reply: Reply
+    body: msgspec.Raw = NOTHING
+    """OpenAI body; its ``model`` may be left out."""
+    deadline_ms: int | None = None
+    holder: str = ""
+    """Incarnation under which the service sends heartbeats, if it does."""
+
+
+class SubmitAnswer(Message, frozen=True, kw_only=True):
+    """Admitted, with the request's id, or refused with an error of errors.TABLE."""
+
+    admitted: bool
+    request_id: str
+    model: str = ""
+    """Whose scheduler owns the request, for cancel and status; empty when it is the model asked for."""
+    status: int = 200
+    error: ErrorData | None = None
+    limits: RateLimits | None = None

@@ -1,0 +1,166 @@
+"""Questions to the ledger and their answers: usage, latency, invoices, one request's story."""
+
+from typing import Literal
+
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.base import Message
+
+UsageDimension = Literal["tenant", "key", "model", "version", "day", "hour", "endpoint", "priority", "outcome"]
+
+AskCode = Literal["", "invalid_request", "not_found", "unavailable"]
+"""With an error: ask differently, there is no such thing, or ask again."""
+
+
+class UsageQuery(Message, frozen=True, kw_only=True):
+    """Anyone -> ledger, ``usage.v1.query``. Half-open UTC range [from, to) over the request's admission time."""
+
+    from_at_ms: int
+    to_at_ms: int
+    by: list[UsageDimension]
+    tenant: str | None = None
+    """None: all tenants (operators only). A subject that names a tenant stands above this."""
+    limit: int = 10_000
+    offset: int = 0
+
+
+class UsageRow(Message, frozen=True, kw_only=True, omit_defaults=False):
+    """Dimensions that were not asked for are None."""
+
+    tenant: str | None = None
+    key: str | None = None
+    model: str | None = None
+    version: str | None = None
+    day: str | None = None
+    hour: str | None = None
+    endpoint: str | None = None
+    priority: str | None = None
+    outcome: str | None = None
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    attempts: int = 0
+    unbilled_tokens: int = 0
+    """Prompt and completion tokens of attempts that are not billed; in none of the other counts."""
+    amount: str = "0"
+    """In the currency's unit: an exact decimal number, at most 12 digits after the point."""
+    unpriced_tokens: int = 0
+    """Billed tokens for which no price holds; they add nothing to the amount."""
+
+
+class UsageAnswer(Message, frozen=True, kw_only=True):
+    rows: list[UsageRow] = []
+    has_more: bool = False
+    currency: str = ""
+    """Empty while there are no prices."""
+    error: str = ""
+    code: AskCode = ""
+
+
+LatencyDimension = Literal["tenant", "model", "version", "priority", "day", "hour"]
+
+
+class LatencyQuery(Message, frozen=True, kw_only=True):
+    """Anyone -> ledger. Range and tenant as in UsageQuery."""
+
+    from_at_ms: int
+    to_at_ms: int
+    by: list[LatencyDimension]
+    tenant: str | None = None
+    limit: int = 10_000
+    offset: int = 0
+
+
+class Quantiles(Message, frozen=True, kw_only=True, omit_defaults=False):
+    """Milliseconds, within 2 %; all 0 when there is no sample."""
+
+    count: int = 0
+    p50: float = 0.0
+    p90: float = 0.0
+    p95: float = 0.0
+    p99: float = 0.0
+
+
+class LatencyRow(Message, frozen=True, kw_only=True, omit_defaults=False):
+    """Spans of attempts. Dimensions that were not asked for are None."""
+
+    tenant: str | None = None
+    model: str | None = None
+    version: str | None = None
+    priority: str | None = None
+    day: str | None = None
+    hour: str | None = None
+    queue_wait_ms: Quantiles = Quantiles()
+    """Admission to dispatch."""
+    first_token_ms: Quantiles = Quantiles()
+    """Admission to first token."""
+    inter_token_ms: Quantiles = Quantiles()
+    """Mean pause between the tokens of one choice, one sample an attempt."""
+    end_to_end_ms: Quantiles = Quantiles()
+    """Admission to end, completed attempts only."""
+
+
+class LatencyAnswer(Message, frozen=True, kw_only=True):
+    rows: list[LatencyRow] = []
+    has_more: bool = False
+    error: str = ""
+    code: AskCode = ""
+
+
+class InvoiceQuery(Message, frozen=True, kw_only=True):
+    tenant: str = ""
+    """A subject that names a tenant stands above this."""
+    month: str
+    """UTC, ``2026-11``."""
+
+
+class InvoiceLine(Message, frozen=True, kw_only=True, omit_defaults=False):
+    """Tokens of one kind at one price; or ``rounding``, which brings the sum to whole cents."""
+
+    kind: Literal["input", "cached_input", "output", "reasoning", "rounding"]
+    model: str = ""
+    tier: str = ""
+    valid_from: str = ""
+    """Day from which the price holds; empty when none does."""
+    tokens: int = 0
+    price: str = "0"
+    """For a million tokens."""
+    amount: str = "0"
+
+
+class Invoice(Message, frozen=True, kw_only=True, omit_defaults=False):
+    """The amounts of all lines add up to ``total`` exactly, all but the rounding to ``usage_amount``."""
+
+    tenant: str
+    month: str
+    currency: str
+    closed: bool
+    """The month is over, and so is the time in which a late event may still come."""
+    requests: int
+    lines: list[InvoiceLine]
+    usage_amount: str
+    total: str
+    """Whole cents, half of one rounded up."""
+    unpriced_tokens: int
+
+
+class InvoiceAnswer(Message, frozen=True, kw_only=True):
+    invoice: Invoice | None = None
+    error: str = ""
+    code: AskCode = ""
+
+
+class ExplainQuery(Message, frozen=True, kw_only=True):
+    request_id: str
+
+
+class ExplainAnswer(Message, frozen=True, kw_only=True):
+    """What became of a request: its attempts in order, and the same in plain words, a line each."""
+
+    attempts: list["AttemptEvent"] = []
+    text: list[str] = []
+    amount: str = "0"
+    currency: str = ""
+    error: str = ""
+    code: AskCode = ""
