@@ -29,7 +29,7 @@ from contracts.messages.usage import (
 )
 from gateway.intake.auth import Directory
 
-PAGE = Path(__file__).parent / "static" / "usage.html"
+PAGE = Path(__file__).parents[1] / "http" / "static" / "usage.html"
 PAGE_HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "

@@ -25,7 +25,7 @@ from contracts import ids, subjects, topology
 from contracts.bus import Bus, BusError
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.usage import UsageAnswer, UsageDimension, UsageQuery
-from ledger.core import rows
+from ledger.core import rows as attempt_rows
 from ledger.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -87,13 +87,14 @@ async def in_process(sample: list[AttemptEvent], directory: Path) -> None:
     """Decoding, checking and inserting, without the bus."""
     now_ms = time.time_ns() // 1_000_000
     sources = [
-        rows.Source(subject(event), msgspec.json.encode(event), seq, now_ms) for seq, event in enumerate(sample, 1)
+        attempt_rows.Source(subject(event), msgspec.json.encode(event), seq, now_ms)
+        for seq, event in enumerate(sample, 1)
     ]
     store = Store(f"chdb://{directory}", "headrace")
     await store.open()
     started = time.monotonic()
     for start in range(0, len(sources), 10_000):
-        await store.insert([rows.row(source) for source in sources[start : start + 10_000]])
+        await store.insert([attempt_rows.row(source) for source in sources[start : start + 10_000]])
     spent_s = time.monotonic() - started
     await store.close()
     print(f"without the bus: {len(sample) / spent_s:,.0f} rows/s")

@@ -23,7 +23,8 @@ from contracts.messages.records import Price
 from contracts.messages.request import Reply, RequestEnvelope, WorkItem
 from contracts.messages.usage import LatencyQuery, UsageQuery
 from ledger import prices
-from ledger.core import money, queries, rows
+from ledger.core import money, queries
+from ledger.core import rows as attempt_rows
 from ledger.core.rollup_plan import DAY_S, HOUR_S
 from ledger.query_api import Questions
 from ledger.rollups import Rollups, plan
@@ -131,9 +132,9 @@ def events(chance: random.Random, count: int) -> list[AttemptEvent]:
     return made
 
 
-def row(event: AttemptEvent, stored_ms: int = STORED) -> rows.Row:
+def row(event: AttemptEvent, stored_ms: int = STORED) -> attempt_rows.Row:
     subject = subjects.attempt(event.model, event.request_id, event.attempt)
-    return rows.row(rows.Source(subject, msgspec.json.encode(event), 1, stored_ms))
+    return attempt_rows.row(attempt_rows.Source(subject, msgspec.json.encode(event), 1, stored_ms))
 
 
 def price_of(event: AttemptEvent) -> Price | None:
@@ -503,7 +504,7 @@ async def test_a_request_is_explained_to_its_own_tenant_only(store: Store, quest
     other = await questions.explain(event.request_id, "t2")
     assert other == await questions.explain(ids.request_id(), "t2")
     assert (other.code, other.attempts) == ("not_found", [])
-    with pytest.raises(rows.Rejected):
+    with pytest.raises(attempt_rows.Rejected):
         await questions.explain("' OR 1", None)
 
 

@@ -19,7 +19,8 @@ from contracts.messages.attempts import AttemptEvent
 from contracts.messages.usage import UsageQuery
 from ledger import rollups
 from ledger.config import LedgerConfig
-from ledger.core import queries, rows
+from ledger.core import queries
+from ledger.core import rows as attempt_rows
 from ledger.store import Away, Owned, Refused, Store, _patiently, migrate, migrations
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +54,7 @@ def tenant() -> str:
     return f"tenant-{next(_tenants)}"
 
 
-def row(tenant: str, admitted: str, *, seq: int = 1, **changes: object) -> rows.Row:
+def row(tenant: str, admitted: str, *, seq: int = 1, **changes: object) -> attempt_rows.Row:
     at_ms = ms(admitted)
     fields: dict[str, object] = {
         "request_id": ids.request_id(at_ms),
@@ -74,7 +75,7 @@ def row(tenant: str, admitted: str, *, seq: int = 1, **changes: object) -> rows.
     }
     event = AttemptEvent(**{**fields, **changes})  # type: ignore[arg-type]
     subject = subjects.attempt(event.model, event.request_id, event.attempt)
-    return rows.row(rows.Source(subject, msgspec.json.encode(event), seq, STORED_MS))
+    return attempt_rows.row(attempt_rows.Source(subject, msgspec.json.encode(event), seq, STORED_MS))
 
 
 async def usage(store: Store, tenant: str, by: list[str], start: str, end: str) -> list[tuple[object, ...]]:
@@ -147,13 +148,13 @@ async def test_the_event_stored_first_wins_whatever_is_inserted_last(directory: 
 
 
 async def test_sums_pass_32_bits(directory: Path, tenant: str) -> None:
-    rows = [row(tenant, "2026-11-01T10:00:00", prompt_tokens=rows.UINT32_MAX) for _ in range(3)]
+    rows = [row(tenant, "2026-11-01T10:00:00", prompt_tokens=attempt_rows.UINT32_MAX) for _ in range(3)]
     async with opened(directory) as store:
         await store.insert(rows)
-        assert (await usage(store, tenant, [], "2026-11-01", "2026-11-02"))[0][1] == 3 * rows.UINT32_MAX
-        plan = await rollups.plan(store, *rows.month_range(STORED_MS))
+        assert (await usage(store, tenant, [], "2026-11-01", "2026-11-02"))[0][1] == 3 * attempt_rows.UINT32_MAX
+        plan = await rollups.plan(store, *attempt_rows.month_range(STORED_MS))
         month = queries.month_tokens(plan, {tenant, "o'neill"})
-        assert await store.select(month) == [(tenant, 3 * rows.UINT32_MAX + 30)]
+        assert await store.select(month) == [(tenant, 3 * attempt_rows.UINT32_MAX + 30)]
 
 
 async def test_pages_join_up(directory: Path, tenant: str) -> None:
