@@ -50,8 +50,8 @@ def examine(data_dir: Path, port: int) -> list[Finding]:
         _imports(
             "vLLM",
             _ENGINE,
-            "`make .venv` installs the CPU build (make TORCH_INDEX=URL .venv takes PyTorch from another index); for a GPU: "
-            "pip install 'headrace[gpu]'. `headrace up --engine simulated` works without",
+            "`make .venv` installs the CPU build (make TORCH_INDEX=URL .venv takes PyTorch from another index); "
+            "for a GPU: pip install 'headrace[gpu]'. `headrace up --engine simulated` works without",
         ),
         _model(),
         _memory(),
