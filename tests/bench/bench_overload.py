@@ -20,7 +20,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.e2e.conftest import Stack
+from tests.support.stack import Stack
 
 TENANTS = 10
 DEADLINE_MS = 4_000

@@ -178,7 +178,7 @@ async def main() -> None:
 
 def page(directory: Path) -> None:
     """Time from the click to the drawn charts, for the busy tenant, behind a whole stack."""
-    from tests.e2e.browser import Browser, chromium
+    from tests.support.browser import Browser, chromium
 
     binary = chromium()
     if binary is None:

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tests.e2e.conftest import Stack
+from tests.support.stack import Stack
 
 IDLE_S = 5.0
 TICK_US = 1_000_000 / os.sysconf("SC_CLK_TCK")

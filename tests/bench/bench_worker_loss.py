@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.chaos.cluster import Call, Cluster
-from tests.conftest import nats_server_binary
+from tests.support.cluster import Call, Cluster
+from tests.support.nats_server import nats_server_binary
 
 SLOTS = 8
 ITL_MS = 20

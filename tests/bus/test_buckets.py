@@ -8,9 +8,9 @@ import pytest
 from contracts import topology
 from contracts.bus import Bus, BusError, KvEntry, StreamFull, WrongSequence
 from contracts.topology import BODIES, KEYS, LEASES
-from tests.bus.conftest import Connect
-from tests.bus.helpers import eventually
-from tests.conftest import NatsServer
+from tests.support.bus import Connect
+from tests.support.nats_server import NatsServer
+from tests.support.polling import eventually
 
 
 class View:

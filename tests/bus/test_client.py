@@ -13,7 +13,7 @@ from contracts.errors import HeadraceError
 from contracts.messages.control import CancelAnswer, CancelRequest, HolderHeartbeat, StatusAnswer
 from contracts.messages.frames import EndData, ErrorData, Frame, FrameKind, FramesAnswer, FramesRequest, ReplyMessage
 from contracts.messages.request import SubmitAnswer, SubmitRequest
-from tests.conftest import NatsServer
+from tests.support.nats_server import NatsServer
 
 encode = msgspec.json.encode
 decode = msgspec.json.decode

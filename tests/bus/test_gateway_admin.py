@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from contracts.messages.records import KeyRecord
-from tests.bus.gateway_world import World, serve
+from tests.support.gateway_world import World, serve
 
 ADMIN = "hr_key-of-an-operator"
 

@@ -15,7 +15,7 @@ import pytest
 from contracts import topology
 from contracts.messages.admission import AdmissionAnswer, RateLimits
 from contracts.messages.records import KeyRecord, TenantLimits, TenantRecord
-from tests.bus.gateway_world import (
+from tests.support.gateway_world import (
     BASE,
     CHAT,
     CONTEXT,

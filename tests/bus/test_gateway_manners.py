@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from gateway.http import server
-from tests.bus.gateway_world import BASE, CHAT, K1, K2, Raw, World, encode, serve
+from tests.support.gateway_world import BASE, CHAT, K1, K2, Raw, World, encode, serve
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from contracts.messages.control import StatusAnswer
 from contracts.messages.frames import EndData, ErrorData, LostData
 from contracts.messages.request import RequestEnvelope
 from gateway.streams import hub
-from tests.bus.gateway_world import (
+from tests.support.gateway_world import (
     BASE,
     CHAT,
     K1,

@@ -11,7 +11,7 @@ from contracts import subjects
 from contracts.messages.admission import AdmissionAnswer
 from contracts.messages.records import TenantRecord
 from contracts.messages.request import Reply, SubmitAnswer, SubmitRequest
-from tests.bus.gateway_world import BASE, World, decode, encode, serve
+from tests.support.gateway_world import BASE, World, decode, encode, serve
 
 OWN = Reply(subject="reply.v1.T1.inbox", stream="7")
 

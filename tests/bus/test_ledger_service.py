@@ -36,7 +36,7 @@ from contracts.messages.usage import (
 from ledger import retention
 
 ROOT = Path(__file__).parents[2]
-HTTP_SERVER = Path(__file__).with_name("clickhouse_http.py")
+HTTP_SERVER = ROOT / "tests" / "support" / "clickhouse_http.py"
 WAIT_S = 60.0
 
 A = TypeVar("A")

@@ -13,7 +13,7 @@ from compose.stack import nats_config
 from contracts import permissions, subjects, topology
 from contracts.bus import Bus, BusError, Incoming
 from contracts.permissions import ROLES
-from tests.conftest import NatsServer
+from tests.support.nats_server import NatsServer
 
 PASSWORD = "secret"
 TENANTS = ("T1", "T2", "Café 1")

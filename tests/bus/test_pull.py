@@ -10,9 +10,9 @@ import pytest
 from contracts import topology
 from contracts.bus import Bus, Incoming, NotFound
 from contracts.bus.pull import PULL_EXPIRES_S, Puller, consumer_name
-from tests.bus.conftest import Connect
-from tests.bus.helpers import eventually
-from tests.conftest import NatsServer
+from tests.support.bus import Connect
+from tests.support.nats_server import NatsServer
+from tests.support.polling import eventually
 
 SUBJECT = "work.v1.m.v.w1"
 

@@ -17,8 +17,8 @@ from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.control import CancelAnswer, CancelRequest, StatusAnswer, StatusRequest
 from contracts.messages.records import Manifest
 from contracts.messages.request import Reply, RequestEnvelope
-from tests.bus.helpers import eventually
-from tests.conftest import NatsServer
+from tests.support.nats_server import NatsServer
+from tests.support.polling import eventually
 
 MODEL = "m"
 TENANT = "acme"

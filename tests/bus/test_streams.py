@@ -16,9 +16,9 @@ from contracts.bus import (
     Unconfirmed,
     WrongSequence,
 )
-from tests.bus.conftest import Connect
-from tests.bus.helpers import eventually, metric
-from tests.conftest import NatsServer
+from tests.support.bus import Connect
+from tests.support.nats_server import NatsServer
+from tests.support.polling import eventually, metric
 
 EVENT = "attempt.v1.m.r.1"
 

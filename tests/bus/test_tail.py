@@ -7,9 +7,9 @@ import pytest
 
 from contracts import topology
 from contracts.bus import Bus, Incoming, NotFound
-from tests.bus.conftest import Connect
-from tests.bus.helpers import eventually
-from tests.conftest import NatsServer
+from tests.support.bus import Connect
+from tests.support.nats_server import NatsServer
+from tests.support.polling import eventually
 
 STREAM = topology.ATTEMPTS
 

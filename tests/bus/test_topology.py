@@ -6,8 +6,8 @@ import pytest
 
 from contracts import topology
 from contracts.bus import BusError
-from tests.bus.conftest import Connect
-from tests.conftest import NatsServer
+from tests.support.bus import Connect
+from tests.support.nats_server import NatsServer
 
 
 async def test_many_at_once_make_everything_once(connect: Connect) -> None:

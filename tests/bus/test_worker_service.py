@@ -21,7 +21,7 @@ from contracts.messages.control import Announce, CancelAttempt, ControlAnswer, E
 from contracts.messages.frames import EndData, ErrorData, Frame, FramesAnswer, FramesRequest, ReplyMessage
 from contracts.messages.records import Manifest
 from contracts.messages.request import Reply, RequestEnvelope, WorkItem
-from tests.conftest import NatsServer, free_port
+from tests.support.nats_server import NatsServer, free_port
 from worker.__main__ import build_engine
 from worker.config import WorkerConfig
 from worker.engines import supervisor

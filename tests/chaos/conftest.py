@@ -5,10 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.chaos.cluster import Cluster
-from tests.e2e.conftest import start_stack
-
-__all__ = ["start_stack"]
+from tests.support.cluster import Cluster
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from contracts.messages.attempts import AttemptEvent
-from tests.chaos.cluster import Call, Cluster, Service, until
-from tests.conftest import nats_server_binary
+from tests.support.cluster import Call, Cluster, Service, until
+from tests.support.nats_server import nats_server_binary
 
 CLUSTER = {
     "gateways": 2,

@@ -17,8 +17,8 @@ from contracts.bus import BusError
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.records import TenantLimits
 from contracts.messages.usage import ExplainAnswer
-from tests.chaos.cluster import TENANT, Call, Cluster, Service, until
-from tests.e2e.conftest import headrace
+from tests.support.cluster import TENANT, Call, Cluster, Service, until
+from tests.support.stack import headrace
 
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]
 CLUSTER = {"gateways": 2, "workers": 2, "ledger": True, "sim_slots": 2, "sim_itl_ms": 20, "stall_s": 4, "grace_s": 1}

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.chaos.cluster import Call, Cluster, Service, counted
+from tests.support.cluster import Call, Cluster, Service, counted
 
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]
 CLUSTER = {

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from tests.chaos.cluster import Cluster, Service, counted, until
-from tests.e2e.conftest import headrace
+from tests.support.cluster import Cluster, Service, counted, until
+from tests.support.stack import headrace
 
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]
 CLUSTER = {"workers": 2, "sim_slots": 4, "sim_itl_ms": 20, "stall_s": 3, "grace_s": 3}

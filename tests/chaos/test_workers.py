@@ -12,7 +12,7 @@ import pytest
 
 from contracts import topology
 from contracts.bus import Bus
-from tests.e2e.conftest import Stack, StartStack, until
+from tests.support.stack import Stack, StartStack, until
 
 HELLO = [{"role": "user", "content": "one two three"}]
 

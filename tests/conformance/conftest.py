@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 
 from compose.stack import models
-from tests.conformance.asking import MODEL, SLOTS, VLLM_MARKS, Asker
+from tests.support.asking import MODEL, SLOTS, VLLM_MARKS, Asker
 from worker.engines.base import Engine
 from worker.engines.simulated.engine import SimConfig, SimulatedEngine
 from worker.engines.vllm.engine import VllmConfig, VllmEngine

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from contracts.messages.base import Endpoint
-from tests.conformance.asking import MODEL, SLOTS, Answer, Asker
+from tests.support.asking import MODEL, SLOTS, Answer, Asker
 from worker.engines.base import Counts, EngineFailure
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from tests.conformance.asking import MODEL, SLOTS, VLLM_MARKS, Asker
+from tests.support.asking import MODEL, SLOTS, VLLM_MARKS, Asker
 from worker.engines.base import Counts, EngineFailure
 from worker.engines.vllm.engine import VllmConfig, VllmEngine
 

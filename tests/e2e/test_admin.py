@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import Stack, StartStack, until
+from tests.support.stack import Stack, StartStack, until
 
 HELLO = [{"role": "user", "content": "one two three"}]
 

@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.conftest import Direct, Stack
 from tests.e2e.test_vllm import CITY, MODEL, counted, post, sdk
+from tests.support.stack import Direct, Stack
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

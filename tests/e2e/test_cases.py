@@ -17,7 +17,7 @@ from compose.stack import admin
 from contracts import topology
 from contracts.bus import Bus
 from contracts.messages.attempts import AttemptEvent
-from tests.e2e.conftest import Stack, StartStack, until
+from tests.support.stack import Stack, StartStack, until
 
 HELLO = [{"role": "user", "content": "one two three"}]
 CHAT = "/v1/chat/completions"

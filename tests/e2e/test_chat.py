@@ -11,7 +11,7 @@ import pytest
 from contracts import topology
 from contracts.bus import Bus
 from contracts.client.client import Client
-from tests.e2e.conftest import Stack, until
+from tests.support.stack import Stack, until
 
 HELLO = [{"role": "user", "content": "one two three"}]
 

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.conftest import free_port
-from tests.e2e.conftest import ENVIRONMENT, Stack, StartStack, until
+from tests.support.nats_server import free_port
+from tests.support.stack import ENVIRONMENT, Stack, StartStack, until
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ import pytest
 
 from contracts import topology
 from contracts.bus import Bus
-from tests.e2e.conftest import Stack, StartStack
+from tests.support.stack import Stack, StartStack
 
 COUNT = int(os.environ.get("HEADRACE_FUZZ", "1000"))
 SEED = int(os.environ.get("HEADRACE_FUZZ_SEED", "1"))

@@ -17,8 +17,8 @@ import httpx
 import openai
 import pytest
 
-from tests.conftest import free_port
-from tests.e2e.conftest import Stack, StartStack, headrace, until
+from tests.support.nats_server import free_port
+from tests.support.stack import Stack, StartStack, headrace, until
 
 HELLO = [{"role": "user", "content": "one two three"}]
 

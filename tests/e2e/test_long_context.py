@@ -8,7 +8,7 @@ import pytest
 
 from contracts import topology
 from contracts.bus import Bus
-from tests.e2e.conftest import StartStack
+from tests.support.stack import StartStack
 
 TOKENS = 1_000_000
 SETTINGS = ("--sim-context", "1048576", "--sim-kv-tokens", "2097152", "--sim-prefill-tps", "1000000")

@@ -8,7 +8,7 @@ from contracts import subjects
 from contracts.bus import BusError, Unavailable
 from contracts.client.client import Client
 from contracts.errors import HeadraceError
-from tests.e2e.conftest import Stack, headrace
+from tests.support.stack import Stack, headrace
 
 HELLO = [{"role": "user", "content": "one two three"}]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Stack
 from tests.e2e.test_vllm import MODEL
+from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.conftest import Stack, StartStack
+from tests.support.stack import Stack, StartStack
 
 HOOKS = "tests.e2e.schemathesis_hooks"
 LIMIT_S = 25

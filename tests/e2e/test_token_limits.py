@@ -5,7 +5,7 @@ import time
 
 import httpx
 
-from tests.e2e.conftest import Stack, StartStack
+from tests.support.stack import Stack, StartStack
 
 DEADLINE_MS = 2_000
 PER_SECOND = 12

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.conftest import Stack, StartStack, alive, headrace, until
+from tests.support.stack import Stack, StartStack, alive, headrace, until
 
 HELLO = [{"role": "user", "content": "one two three"}]
 

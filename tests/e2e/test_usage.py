@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from contracts import ids
-from tests.e2e.browser import Browser, chromium
-from tests.e2e.conftest import Stack, until
+from tests.support.browser import Browser, chromium
+from tests.support.stack import Stack, until
 
 MONTH = time.strftime("%Y-%m", time.gmtime())
 TODAY = time.strftime("%Y-%m-%d", time.gmtime())

@@ -13,7 +13,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
 from contracts.client.client import Client
-from tests.e2e.conftest import Direct, Stack, until
+from tests.support.stack import Direct, Stack, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -1,10 +1,7 @@
 """The container files name what exists. Containers themselves are not built here."""
 
 import importlib.util
-import os
 import re
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +9,6 @@ import msgspec
 import pytest
 
 from compose.stack import nats_config
-from compose.stack.data_dir import Secrets
-from compose.stack.processes import nats_server
-from compose.stack.up import write_nats_configuration
 from contracts.permissions import ROLES
 from contracts.service.config import ServiceConfig
 from gateway.config import GatewayConfig
@@ -64,23 +58,3 @@ def test_the_users_of_the_containers_are_those_of_the_contracts() -> None:
     assert (COMPOSE / nats_config.FILE).read_text() == made, (
         "run: headrace nats-config > compose/deploy/nats-users.conf"
     )
-
-
-def test_nats_takes_its_configuration_both_ways(tmp_path: Path) -> None:
-    """Variables from the file (headrace up) and from the environment (containers), awkward passwords included."""
-    password = "1e5"
-    secrets = Secrets(key="k", admin_key="a", nats_passwords=dict.fromkeys(ROLES, password))
-    write_nats_configuration(tmp_path / "nats.conf", "127.0.0.1:-1", tmp_path / "a", secrets)
-    variables = {"HEADRACE_NATS_LISTEN": "127.0.0.1:-1", "HEADRACE_NATS_STORE": str(tmp_path / "b")}
-    variables |= {f"HEADRACE_NATS_PASSWORD_{role.upper()}": f'"{password}"' for role in ROLES}
-    for number, (path, environment) in enumerate(((tmp_path / "nats.conf", {}), (COMPOSE / "nats.conf", variables))):
-        log = tmp_path / f"{number}.log"
-        process = subprocess.Popen([nats_server(), "-c", str(path), "-l", str(log)], env=dict(os.environ) | environment)
-        try:
-            deadline = time.monotonic() + 20
-            while not (log.exists() and "Server is ready" in log.read_text()):
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-                time.sleep(0.02)
-        finally:
-            process.terminate()
-            process.wait()

@@ -6,7 +6,7 @@ import pytest
 from contracts.messages.control import CancelRequest
 from contracts.messages.records import TenantLimits, TenantRecord
 from scheduler.core import events as ev
-from tests.unit.scheduler_world import FakeWorker, World
+from tests.support.scheduler_world import FakeWorker, World
 from tests.unit.test_scheduler_core import pull, run_pending, submit, worker_of, world
 
 LARGE = {"tenant": "t1", "prompt_tokens": 4000, "max_output_tokens": 200}

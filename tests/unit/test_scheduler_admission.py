@@ -6,7 +6,7 @@ from contracts.errors import HeadraceError
 from contracts.messages.admission import AdmissionRequest
 from scheduler.core.admission import RETRY_AFTER_S_MAX, Admission
 from scheduler.core.fair_queue import FairQueue
-from tests.unit.scheduler_world import manifest
+from tests.support.scheduler_world import manifest
 
 TOKENS = 60
 TOKENS_PER_S = 10

@@ -16,7 +16,7 @@ from contracts.messages.frames import ErrorData, LostData
 from contracts.messages.records import TenantLimits, TenantRecord
 from scheduler.core import events as ev
 from scheduler.core.request import TRANSITIONS, InvalidTransition, State
-from tests.unit.scheduler_world import EPOCH, FakeWorker, World
+from tests.support.scheduler_world import EPOCH, FakeWorker, World
 
 ERROR = msgspec.json.Decoder(ErrorData)
 LOST = msgspec.json.Decoder(LostData)
@@ -480,7 +480,7 @@ def test_every_state_can_end() -> None:
 
 
 HISTORY = """
-from tests.unit.scheduler_world import World
+from tests.support.scheduler_world import World
 
 made = World(11, limits={"queued_requests": 40, "tenant_queued_requests": 20})
 for _ in range(600):

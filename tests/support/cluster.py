@@ -33,8 +33,8 @@ from contracts.messages.queues import QueueAnswer
 from contracts.messages.records import TenantRecord
 from contracts.messages.request import RequestEnvelope
 from contracts.messages.usage import UsageAnswer, UsageQuery, UsageRow
-from tests.chaos.proxy import Link, Links
-from tests.conftest import NatsServer, free_port
+from tests.support.nats_server import NatsServer, free_port
+from tests.support.proxy import Link, Links
 
 ROOT = Path(__file__).parents[2]
 MODEL = "simulated"

@@ -1,0 +1,231 @@
+"""A real stack: ``headrace up`` with the simulated engine, on free ports and a data directory of its own.
+
+``stack`` is shared by the whole session: tests that kill, limit or reconfigure take ``start_stack``. ``vllm_stack``
+runs the real vLLM, and ``direct`` is vLLM's own server beside it.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from compose.stack import models
+from compose.stack.data_dir import DataDir, Run
+from compose.stack.processes import die_with
+
+ROOT = Path(__file__).parents[2]
+HEADRACE = [sys.executable, "-m", "compose.cli.main"]
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")} | {
+    "PYTHONPATH": str(ROOT)
+}
+START_LIMIT_S = 60.0
+STOP_LIMIT_S = 60.0
+
+
+def headrace(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """One run of the command, to its end."""
+    return subprocess.run(
+        [*HEADRACE, *arguments],
+        env=ENVIRONMENT | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that is dead and not yet waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until(condition: Callable[[], Any], what: str, limit_s: float = 30.0) -> Any:
+    """The first true value of ``condition``; fails the test when there is none in time."""
+    deadline = time.monotonic() + limit_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {limit_s:g} s: {what}")
+        time.sleep(0.05)
+    return value
+
+
+class Stack:
+    """One ``headrace up``. Its output is in ``output``; ``run`` reads run.json anew each time."""
+
+    def __init__(self, data_dir: Path, *options: str, **environment: str) -> None:
+        self.data_dir = data_dir
+        self.output = data_dir.with_name(f"{data_dir.name}.out")
+        (data_dir / "run.json").unlink(missing_ok=True)  # of a stack that was killed
+        parent = os.getpid()
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*HEADRACE, "up", "--port", "0", "--data-dir", str(data_dir), *options],
+                env=ENVIRONMENT | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: die_with(parent),  # noqa: PLW1509
+            )
+
+    def wait_ready(self, limit_s: float = START_LIMIT_S) -> "Stack":
+        deadline = time.monotonic() + limit_s
+        while not self.started:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                pytest.fail(f"the stack did not start:\n{self.output.read_text()}\n{self.logs()}")
+            time.sleep(0.02)
+        return self
+
+    @property
+    def started(self) -> bool:
+        return (self.data_dir / "run.json").exists()
+
+    @property
+    def run(self) -> Run:
+        return DataDir(self.data_dir).read_run()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of all services."""
+        return [pid for pids in self.run.pids.values() for pid in pids]
+
+    @property
+    def model(self) -> str:
+        """The first model."""
+        with self.client() as client:
+            name: str = client.get("/v1/models").json()["data"][0]["id"]
+            return name
+
+    def client(self, key: str | None = None, **options: Any) -> httpx.Client:
+        """HTTP client of the shared port, with the demo key unless another is given."""
+        run = self.run
+        headers = {"Authorization": f"Bearer {key or run.key}"}
+        return httpx.Client(base_url=run.url, headers=headers, timeout=30, trust_env=False, **options)
+
+    def async_client(self, key: str | None = None, **options: Any) -> httpx.AsyncClient:
+        run = self.run
+        headers = {"Authorization": f"Bearer {key or run.key}"}
+        return httpx.AsyncClient(base_url=run.url, headers=headers, timeout=30, trust_env=False, **options)
+
+    def cli(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """The headrace command on this stack."""
+        return headrace(*arguments, "--data-dir", str(self.data_dir))
+
+    def cli_json(self, *arguments: str) -> Any:
+        done = self.cli(*arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def logs(self, lines: int = 15) -> str:
+        """The last lines of every service's log."""
+        parts = []
+        for log in sorted((self.data_dir / "logs").glob("*.log")):
+            tail = log.read_text(errors="replace").splitlines()[-lines:]
+            parts.append("\n".join([f"--- {log.name}", *tail]))
+        return "\n".join(parts)
+
+    def stop(self, number: int = signal.SIGINT) -> int:
+        """Ask it to stop, wait for that; the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+            try:
+                self.process.wait(STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+                pytest.fail(f"the stack did not stop:\n{self.output.read_text()}\n{self.logs()}")
+        self.check_permissions()
+        return self.process.returncode
+
+    def check_permissions(self) -> None:
+        """No service ever asked the bus for more than its user may do."""
+        for log in (self.data_dir / "logs").glob("*-*.log"):
+            denied = [line for line in log.read_text(errors="replace").splitlines() if "permissions violation" in line]
+            assert not denied, f"{log.name}: {denied[:5]}"
+
+
+StartStack = Callable[..., Stack]
+
+
+# The real vLLM ---------------------------------------------------------------------------------------------
+
+VLLM_START_LIMIT_S = 400.0
+"""Half a minute for one engine on two idle cores; here three start at once."""
+_POOLING = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
+_MODULES = [
+    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+]
+
+
+class Direct:
+    """vLLM's own server of the same model with the worker's arguments, without Headrace."""
+
+    def __init__(self, model_path: Path, log: Path) -> None:
+        from worker.engines.vllm.engine import VllmConfig, engine_arguments, engine_environment
+
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        config = VllmConfig(model_path=str(model_path), public_name=models.DEFAULT_MODEL, omp_threads_bind="0")
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host=127.0.0.1", f"--port={port}"]
+        parent = os.getpid()
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*command, *engine_arguments(config)],
+                env=ENVIRONMENT | engine_environment(config),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: die_with(parent),  # noqa: PLW1509
+            )
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=120, trust_env=False)
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + VLLM_START_LIMIT_S
+        while True:
+            try:
+                if httpx.get(f"{self.url}/health", trust_env=False).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                pytest.fail(f"vLLM's own server did not start:\n{self.log.read_text()[-3000:]}")
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def embedder(path: Path, directory: Path) -> Path:
+    """The same weights as a model of sentence-transformers that takes the last token's state."""
+    (directory / "1_Pooling").mkdir(parents=True)
+    for file in path.iterdir():
+        (directory / file.name).symlink_to(file)
+    (directory / "modules.json").write_text(json.dumps(_MODULES))
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(_POOLING | {"word_embedding_dimension": 576}))
+    return directory
