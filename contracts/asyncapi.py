@@ -24,10 +24,10 @@ from contracts.messages.control import (
     CancelRequest,
     ControlAnswer,
     Evict,
-    HolderHeartbeat,
+    LoopbackHeartbeat,
     StatusAnswer,
     StatusRequest,
-    Tick,
+    StreamOwnerHeartbeat,
     WorkerHeartbeat,
 )
 from contracts.messages.frames import EndData, ErrorData, FramesAnswer, FramesRequest, LostData, ReplyMessage
@@ -80,7 +80,7 @@ def _record(key: str, what: str) -> Callable[..., str]:
 
 
 _OPERATED: Sequence[Party] = ("operator", "gateway")
-_QUESTIONS = (UsageQuery, LatencyQuery, InvoiceQuery, ExplainQuery)
+_QUERIES = (UsageQuery, LatencyQuery, InvoiceQuery, ExplainQuery)
 _ANSWERS = (UsageAnswer, LatencyAnswer, InvoiceAnswer, ExplainAnswer)
 
 CHANNELS = (
@@ -94,8 +94,8 @@ CHANNELS = (
         summary="Frames of a tenant's own service, on the reply subject that it named.",
     ),
     Channel(
-        "gatewayMailbox",
-        subjects.gateway_mailbox,
+        "gatewayReplyInbox",
+        subjects.gateway_reply_inbox,
         [ReplyMessage],
         ["worker", "scheduler"],
         ["gateway"],
@@ -105,22 +105,22 @@ CHANNELS = (
     Channel("frames", subjects.frames, [FramesRequest], ["service", "gateway"], ["worker"], [FramesAnswer]),
     Channel(
         "serviceHeartbeat",
-        "hb.v1.holder.{tenant}.{incarnation}",
-        [HolderHeartbeat],
+        "hb.v1.stream-owner.{tenant}.{incarnation}",
+        [StreamOwnerHeartbeat],
         ["service"],
         ["scheduler"],
-        summary="Every 500 ms from a tenant's service that holds streams; when they stop, its requests are cancelled.",
+        summary="Every 500 ms from a tenant's service that owns streams; when they stop, its requests are cancelled.",
     ),
     Channel(
         "gatewayHeartbeat",
-        "hb.v1.holder._gw.{incarnation}",
-        [HolderHeartbeat],
+        "hb.v1.stream-owner._gw.{incarnation}",
+        [StreamOwnerHeartbeat],
         ["gateway"],
         ["scheduler"],
         summary="Every 500 ms from a gateway.",
     ),
-    Channel("usage", subjects.usage_of, _QUESTIONS, ["service", "gateway"], ["ledger"], _ANSWERS),
-    Channel("usageOfAll", subjects.usage_all, _QUESTIONS, ["gateway", "operator"], ["ledger"], _ANSWERS),
+    Channel("usage", subjects.usage_of, _QUERIES, ["service", "gateway"], ["ledger"], _ANSWERS),
+    Channel("usageOfAll", subjects.usage_all, _QUERIES, ["gateway", "operator"], ["ledger"], _ANSWERS),
     Channel("admit", subjects.admit, [AdmissionRequest], ["gateway"], ["scheduler"], [AdmissionAnswer]),
     Channel("request", subjects.request, [RequestEnvelope], ["gateway"], ["scheduler"], stream=topology.REQUESTS),
     Channel("work", subjects.work, [WorkItem], ["scheduler"], ["worker"], stream=topology.WORK),
@@ -141,7 +141,7 @@ CHANNELS = (
         ["worker"],
         ["scheduler"],
     ),
-    Channel("tick", subjects.tick, [Tick], ["scheduler"], ["scheduler"]),
+    Channel("loopbackHeartbeat", subjects.loopback_heartbeat, [LoopbackHeartbeat], ["scheduler"], ["scheduler"]),
     Channel("quarantine", subjects.quarantine, [Quarantined], ["scheduler"], ["operator"], stream=topology.QUARANTINE),
     Channel(
         "deadLetter",

@@ -68,7 +68,7 @@ TABLE: dict[str, Entry] = {
     "insufficient_quota": Entry(429, "insufficient_quota", _R, retry_after=True),
     "overloaded": Entry(529, "overloaded_error", _R, retry_after=True),
     "unavailable": Entry(503, "service_unavailable", _T, retry_after=True),
-    # Endings after admission.
+    # Outcomes after admission.
     "deadline_exceeded": Entry(504, "timeout_error", _E),
     "cancelled": Entry(499, "cancelled", _E),
     "slow_reader": Entry(499, "slow_reader", _P),

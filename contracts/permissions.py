@@ -45,7 +45,7 @@ def of_tenant(tenant: str) -> Permissions:
     return Permissions(
         publish=(
             *(form(subject, tenant=tenant) for subject in asked),
-            subjects.holder_heartbeat(form(subjects.tenant_holder, tenant=tenant)),
+            subjects.stream_owner_heartbeat(form(subjects.tenant_stream_owner, tenant=tenant)),
             inbox,
         ),
         subscribe=(subjects.tenant_reply_prefix(tenant) + ">", inbox),
@@ -84,8 +84,8 @@ def _pull(stream: str, consumer: str, subject: str) -> Iterator[str]:
     yield f"$JS.ACK.{stream}.{consumer}.>"
 
 
-def _tail(stream: str, subject: str) -> Iterator[str]:
-    """Follow what is stored on that subject, by ordered consumers: their names are made anew each time."""
+def _follow(stream: str, subject: str) -> Iterator[str]:
+    """Follow what is stored on that subject, by ordered consumers, whose names are new each time."""
     yield f"$JS.API.CONSUMER.CREATE.{stream}.*.{subject}"
     yield f"$JS.API.CONSUMER.DELETE.{stream}.*"
     yield f"$JS.FC.{stream}.>"
@@ -93,7 +93,7 @@ def _tail(stream: str, subject: str) -> Iterator[str]:
 
 def _watch(*buckets: str) -> Iterator[str]:
     for bucket in buckets:
-        yield from _tail(f"KV_{bucket}", f"$KV.{bucket}.>")
+        yield from _follow(f"KV_{bucket}", f"$KV.{bucket}.>")
 
 
 def _keep(*buckets: str) -> Iterator[str]:
@@ -109,8 +109,8 @@ _BODIES = f"OBJ_{topology.BODIES}"
 _GATEWAY = (
     *(form(subject) for subject in (subjects.admit, subjects.request, subjects.cancel, subjects.status)),
     *(form(subject) for subject in (subjects.frames, subjects.queues)),
-    subjects.USAGE_QUESTIONS,
-    subjects.holder_heartbeat(form(subjects.gateway_holder)),
+    subjects.USAGE_QUERIES,
+    subjects.stream_owner_heartbeat(form(subjects.gateway_stream_owner)),
     *_watch(topology.KEYS, topology.TENANTS, topology.MODELS),
     *_keep(topology.KEYS, topology.TENANTS, topology.MODELS),
     f"$O.{topology.BODIES}.C.*",
@@ -122,9 +122,9 @@ _SCHEDULER = (
     *(form(subject) for subject in (subjects.work, subjects.attempt, subjects.quarantine)),
     "reply.v1.>",
     form(subjects.control),
-    form(subjects.tick),
+    form(subjects.loopback_heartbeat),
     *_pull(topology.REQUESTS, "*", form(subjects.requests_of)),
-    *_tail(topology.ATTEMPTS, form(subjects.attempts_of)),
+    *_follow(topology.ATTEMPTS, form(subjects.attempts_of)),
     *_read(topology.REQUESTS),
     *_read(topology.WORK),
     *_read(topology.ATTEMPTS),
@@ -156,7 +156,7 @@ _LEDGER = (
 )
 
 _ROLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "gateway": (_GATEWAY, (subjects.SUBMITS, form(subjects.gateway_mailbox))),
+    "gateway": (_GATEWAY, (subjects.SUBMITS, form(subjects.gateway_reply_inbox))),
     "scheduler": (
         _SCHEDULER,
         (
@@ -168,6 +168,6 @@ _ROLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
     "worker": (_WORKER, (form(subjects.control), form(subjects.frames))),
-    "ledger": (_LEDGER, (subjects.USAGE_QUESTIONS,)),
+    "ledger": (_LEDGER, (subjects.USAGE_QUERIES,)),
 }
 """Role -> what it publishes, what it subscribes to; beside its own inbox."""

@@ -121,7 +121,7 @@ def statuses_of(model: str) -> str:
 
 
 def submit(tenant: str, model: str) -> str:
-    """Front door of internal services: any gateway answers."""
+    """NATS ingress of internal services: any gateway answers."""
     return f"submit.v1.{encode(tenant)}.{encode(model)}"
 
 
@@ -159,32 +159,32 @@ DEAD_ATTEMPTS = "dead.v1.attempts"
 """Attempt events that the ledger refused (stream DEAD_LETTERS)."""
 
 USAGE = "usage.v1.query"
-"""Question to the ledger about usage, of any tenant or all."""
+"""Query to the ledger about usage, of any tenant or all."""
 
-USAGE_QUESTIONS = "usage.v1.>"
-"""All questions to the ledger."""
-
-
-def usage_all(question: str) -> str:
-    """A question about any tenant or all: ``usage``, ``latency``, ``invoice`` or ``explain``. For operators."""
-    return f"usage.v1.all.{question}"
+USAGE_QUERIES = "usage.v1.>"
+"""The ledger's query API."""
 
 
-def usage_of(tenant: str, question: str) -> str:
-    """A question whose answer is about this tenant alone, whatever the message says."""
-    return f"usage.v1.of.{encode(tenant)}.{question}"
+def usage_all(query: str) -> str:
+    """A query about any tenant or all: ``usage``, ``latency``, ``invoice`` or ``explain``. For operators."""
+    return f"usage.v1.all.{query}"
+
+
+def usage_of(tenant: str, query: str) -> str:
+    """A query whose answer is about this tenant alone, whatever the message says."""
+    return f"usage.v1.of.{encode(tenant)}.{query}"
 
 
 def scope_of_usage(subject: str) -> tuple[str | None, str]:
-    """Tenant (None: all) and question of a subject under ``usage.v1.``; raises InvalidName."""
+    """Tenant (None: all) and kind of query of a subject under ``usage.v1.``; raises InvalidName."""
     match subject.split(".")[2:]:
         case ["query"]:
             return None, "usage"
-        case ["all", question]:
-            return None, question
-        case ["of", token, question]:
-            return decode(token), question
-    raise InvalidName(f"not a question about usage: {subject!r}")
+        case ["all", query]:
+            return None, query
+        case ["of", token, query]:
+            return decode(token), query
+    raise InvalidName(f"not a query about usage: {subject!r}")
 
 
 QUEUES = "queues.v1"
@@ -196,47 +196,47 @@ def queues(model: str) -> str:
     return f"{QUEUES}.{encode(model)}"
 
 
-# Heartbeats: one subscription gets them all, and the observer's own ticks too ------------------------------
+# Heartbeats: one subscription gets them all, the loopback heartbeats too -----------------------------------
 
 HEARTBEATS = "hb.v1.>"
 
 
 def worker_heartbeat(model: str, worker: str) -> str:
-    """Heartbeat of a worker: its state, its room, and the attempts that it holds."""
+    """Heartbeat of a worker: its state, its room, and its attempts in flight."""
     return f"hb.v1.worker.{encode(model)}.{encode(worker)}"
 
 
-HOLDER_HEARTBEATS = "hb.v1.holder."
-"""Prefix of holders' heartbeats; what follows is the holder's name on the bus."""
+STREAM_OWNER_HEARTBEATS = "hb.v1.stream-owner."
+"""Prefix of stream owners' heartbeats; what follows is the owner's name on the bus."""
 
 
-def gateway_holder(incarnation: str) -> str:
-    """Name of a gateway as holder of streams; ``_gw`` is no encoded name, so no tenant can claim it."""
+def gateway_stream_owner(incarnation: str) -> str:
+    """Name of a gateway as stream owner; ``_gw`` is no encoded name, so no tenant can claim it."""
     return f"_gw.{encode(incarnation)}"
 
 
-def tenant_holder(tenant: str, incarnation: str) -> str:
-    """Name of a tenant's service as holder of streams."""
+def tenant_stream_owner(tenant: str, incarnation: str) -> str:
+    """Name of a tenant's service as stream owner."""
     return f"{encode(tenant)}.{encode(incarnation)}"
 
 
-def holder_heartbeat(holder: str) -> str:
-    """Where a holder of that name sends heartbeats; who may publish there speaks for it."""
-    return HOLDER_HEARTBEATS + holder
+def stream_owner_heartbeat(owner: str) -> str:
+    """Where a stream owner of that name sends heartbeats; who may publish there speaks for it."""
+    return STREAM_OWNER_HEARTBEATS + owner
 
 
-def tick(observer: str) -> str:
-    """An observer's own tick, sent through the bus to its own subscription."""
-    return f"hb.v1.tick.{encode(observer)}"
+def loopback_heartbeat(observer: str) -> str:
+    """A scheduler's heartbeat to itself, through the bus to its own subscription."""
+    return f"hb.v1.loopback.{encode(observer)}"
 
 
 # Replies ---------------------------------------------------------------------------------------------------
 
 GATEWAY_REPLIES = "reply.v1._gw."
-"""Prefix of gateways' mailboxes; ``_gw`` is no encoded name, so no tenant can own it."""
+"""Prefix of gateways' reply inboxes; ``_gw`` is no encoded name, so no tenant can own it."""
 
 
-def gateway_mailbox(incarnation: str) -> str:
+def gateway_reply_inbox(incarnation: str) -> str:
     """Where frames of all streams of one gateway go."""
     return f"{GATEWAY_REPLIES}{encode(incarnation)}"
 

@@ -97,7 +97,7 @@ class Ledger:
         await prices.start()
         answers = Questions(self._store, prices, self._bus.max_payload - ANSWER_MARGIN_BYTES)
         questions = await self._bus.subscribe(
-            subjects.USAGE_QUESTIONS, answers.answer, queue=QUEUE, concurrent=True, limit=QUESTIONS_MAX
+            subjects.USAGE_QUERIES, answers.answer, queue=QUEUE, concurrent=True, limit=QUESTIONS_MAX
         )
         puller = await self._bus.consume_batches(
             topology.ATTEMPTS,

@@ -7,7 +7,7 @@ from contracts.service.config import ServiceConfig
 
 class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     lost_after_s: float = 3.0
-    """Silence after which a worker or holder is lost (DESIGN.md section 7)."""
+    """Silence after which a worker or stream owner is lost (DESIGN.md section 7)."""
     lease_ttl_s: int = 2
     """How long a model stays without owner when its owner dies; whole seconds, the bus knows no finer ones."""
     lease_renew_s: float = 0.5
@@ -36,7 +36,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     lapse_margin_ms: int = 2_000
     """A reservation lapses this long after publish_by, so that a message stored in time is never refused."""
     lost_ticks: int = 6
-    """Own ticks (500 ms apart) of silence until a worker or holder is lost: 3 s (DESIGN.md section 7)."""
+    """Own ticks (500 ms apart) of silence until a worker or stream owner is lost: 3 s (DESIGN.md section 7)."""
     cancel_repeat_ms: int = 1_000
     ageing_ms: int = 30_000
     """A batch request that waited this long stands with the interactive ones: half the default deadline."""

@@ -22,9 +22,9 @@ from contracts.messages.control import (
     CancelRequest,
     ControlAnswer,
     ControlRequest,
-    HolderHeartbeat,
+    LoopbackHeartbeat,
     StatusRequest,
-    Tick,
+    StreamOwnerHeartbeat,
     WorkerHeartbeat,
 )
 from contracts.messages.frames import ReplyMessage
@@ -46,7 +46,7 @@ ATTEMPT = Codec(AttemptEvent)
 CANCEL = Codec(CancelRequest)
 STATUS = Codec(StatusRequest)
 WORKER_BEAT = Codec(WorkerHeartbeat)
-HOLDER_BEAT = Codec(HolderHeartbeat)
+STREAM_OWNER_BEAT = Codec(StreamOwnerHeartbeat)
 CONTROL_ANSWER = Codec(ControlAnswer)
 MANIFEST = Codec(Manifest)
 TENANT = Codec(TenantRecord)
@@ -57,7 +57,7 @@ ACK_WAIT_S = 2 * 3600.0
 LOOK_EVERY_S = 0.1
 """Period of TimePassed: deadlines are met to a tenth of a second."""
 HEARD_WITHIN_S = 1.2
-"""After a takeover: time in which every live worker and holder has sent two heartbeats."""
+"""After a takeover: time in which every live worker and stream owner has sent two heartbeats."""
 SWEEP_EVERY_S = 60.0
 """Period of the look for messages in WORK that nobody needs: a worker's lost acknowledgement, a late publish."""
 STANDSTILL_S = 30.0
@@ -308,10 +308,11 @@ class Term:
         if parts[2] == "worker":
             if parts[3] == subjects.encode(self.model):
                 self.feed(ev.WorkerSeen(WORKER_BEAT.decode(message.data)))
-        elif parts[2] == "holder":
-            holder = message.subject.removeprefix(subjects.HOLDER_HEARTBEATS)
-            self.feed(ev.HolderSeen(msgspec.structs.replace(HOLDER_BEAT.decode(message.data), holder=holder)))
-        elif message.subject == subjects.tick(self._observer):
+        elif parts[2] == "stream-owner":
+            owner = message.subject.removeprefix(subjects.STREAM_OWNER_HEARTBEATS)
+            beat = STREAM_OWNER_BEAT.decode(message.data)
+            self.feed(ev.HolderSeen(msgspec.structs.replace(beat, stream_owner=owner)))
+        elif message.subject == subjects.loopback_heartbeat(self._observer):
             self.feed(ev.OwnTickSeen())
 
     async def _tick(self) -> None:
@@ -320,10 +321,10 @@ class Term:
             await asyncio.sleep(self._config.tick_s)
             if not self._bus.connected:
                 continue  # What waits for a reconnect would come as a burst: seconds of silence in no time.
-            tick = Tick(observer=self._observer, number=number)
+            tick = LoopbackHeartbeat(observer=self._observer, number=number)
             number += 1
             try:
-                await self._bus.publish(subjects.tick(self._observer), ENCODER.encode(tick))
+                await self._bus.publish(subjects.loopback_heartbeat(self._observer), ENCODER.encode(tick))
             except BusError:
                 continue  # No tick, no time: nobody is lost meanwhile.
 

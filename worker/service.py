@@ -409,7 +409,7 @@ class Worker:
             waiting=stats.waiting + state.waiting,
             prefill_tokens_total=stats.prefill_tokens_total,
             decode_tokens_total=stats.decode_tokens_total,
-            held=state.progress(),
+            in_flight=state.progress(),
         )
         try:
             await self._bus.publish(subjects.worker_heartbeat(model, state.worker), _heartbeat.encode(heartbeat))

@@ -37,7 +37,7 @@ from contracts.client.answers import (
 )
 from contracts.errors import TABLE, HeadraceError
 from contracts.messages.base import Codec, Endpoint
-from contracts.messages.control import CancelAnswer, CancelRequest, HolderHeartbeat, StatusAnswer, StatusRequest
+from contracts.messages.control import CancelAnswer, CancelRequest, StatusAnswer, StatusRequest, StreamOwnerHeartbeat
 from contracts.messages.frames import EndData, ErrorData, FramesAnswer, FramesRequest, ReplyMessage
 from contracts.messages.request import Reply, SubmitAnswer, SubmitRequest
 from contracts.streaming.relay import AskFrames, AskStatus, Effects, Fail, Finish, Forward, Relay
@@ -82,9 +82,9 @@ class Client:
 
     def __init__(self, nats_url: str, *, tenant: str, retries: int = 2) -> None:
         self.tenant = tenant
-        self.holder = ids.incarnation("c")
+        self.stream_owner = ids.incarnation("c")
         """Name of this client's life, under which it sends heartbeats."""
-        self.inbox = subjects.tenant_reply_prefix(tenant) + subjects.encode(self.holder)
+        self.inbox = subjects.tenant_reply_prefix(tenant) + subjects.encode(self.stream_owner)
         self.retries = retries
         self._nats_url = nats_url
         self._bus: Bus | None = None
@@ -95,7 +95,7 @@ class Client:
 
     async def __aenter__(self) -> Self:
         inbox = permissions.user_of_tenant(self.tenant)
-        self._bus = await Bus.connect(self._nats_url, name=self.holder, inbox=inbox)
+        self._bus = await Bus.connect(self._nats_url, name=self.stream_owner, inbox=inbox)
         try:
             await self._bus.subscribe(self.inbox, self._on_reply)
         except BaseException:
@@ -246,9 +246,9 @@ class Client:
         if not self.bus.connected:
             return  # Old heartbeats sent late would say nothing.
         try:
-            holder = subjects.tenant_holder(self.tenant, self.holder)
-            beat = HolderHeartbeat(holder=holder, leaving=leaving)
-            await self.bus.publish(subjects.holder_heartbeat(holder), _encode(beat))
+            owner = subjects.tenant_stream_owner(self.tenant, self.stream_owner)
+            beat = StreamOwnerHeartbeat(stream_owner=owner, leaving=leaving)
+            await self.bus.publish(subjects.stream_owner_heartbeat(owner), _encode(beat))
         except BusError as error:
             log.warning("client_heartbeat_failed", error=repr(error))
 
@@ -401,7 +401,7 @@ class Stream(Generic[A]):
             reply=Reply(subject=self._client.inbox, stream=self._name),
             body=self._body,
             deadline_ms=deadline_ms,
-            holder=self._client.holder,
+            stream_owner=self._client.stream_owner,
         )
         self._relay = self._new_relay()
         try:

@@ -21,8 +21,8 @@ class AdmissionRequest(Message, frozen=True, kw_only=True):
     priority: Priority = "interactive"
     deadline_ms: int | None = None
     """Time to the first token that the caller accepts; without it the tenant's default holds."""
-    holder: str = ""
-    """Incarnation of who holds the stream (gateway or client service); empty when nobody sends heartbeats."""
+    stream_owner: str = ""
+    """Name on the bus of the stream owner (gateway or client service); empty when it sends no heartbeats."""
     version: str = ""
     """Pinned version; empty for the scheduler's choice."""
 

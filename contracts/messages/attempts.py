@@ -31,7 +31,7 @@ class AttemptEvent(Message, frozen=True, kw_only=True):
     retryable: bool = False
     """A failed attempt that another worker may repeat."""
     engine_death: bool = False
-    """The attempt ended because its engine or worker died: the request is a suspect (DESIGN.md section 7)."""
+    """The attempt ended because its engine or worker died: the request is a poison candidate."""
     billable: bool = False
     choices: int = 1
     prompt_tokens: int = 0

@@ -46,7 +46,7 @@ WorkerState = Literal["starting", "ready", "draining", "engine_down"]
 
 
 class Progress(Message, frozen=True, kw_only=True):
-    """One attempt that a worker holds."""
+    """One attempt in flight at a worker."""
 
     request_id: str
     attempt: int
@@ -77,19 +77,22 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True):
     prefill_tokens_total: int = 0
     """Prompt tokens computed since start, cached ones left out."""
     decode_tokens_total: int = 0
-    held: list[Progress] = []
+    in_flight: list[Progress] = []
 
 
-class HolderHeartbeat(Message, frozen=True, kw_only=True):
-    """Gateway or client service -> schedulers every 500 ms, ``hb.v1.holder.<holder>``; the subject's name counts."""
+class StreamOwnerHeartbeat(Message, frozen=True, kw_only=True):
+    """Gateway or client service -> schedulers every 500 ms, ``hb.v1.stream-owner.<owner>``.
 
-    holder: str
+    Only the owner's name in the subject counts: the bus checks who may publish there.
+    """
+
+    stream_owner: str
     leaving: bool = False
     """A goodbye: its open requests are cancelled at once."""
 
 
-class Tick(Message, frozen=True, kw_only=True):
-    """An observer's tick to itself; ``number`` counts from 0."""
+class LoopbackHeartbeat(Message, frozen=True, kw_only=True):
+    """A scheduler's heartbeat to itself, by which it counts everybody's silence; ``number`` counts from 0."""
 
     observer: str
     number: int
@@ -122,8 +125,8 @@ ControlRequest = Announce | CancelAttempt | Evict
 class ControlAnswer(Message, frozen=True, kw_only=True):
     """``stale``: the epoch was lower than one already acknowledged, nothing was done.
 
-    ``ended``: the attempt has a stored terminal event. ``unknown``: the worker never held the attempt (and will
-    not start it after this answer) or no longer does.
+    ``ended``: the attempt has a stored terminal event. ``unknown``: the worker never had the attempt (and will
+    not start it after this answer) or no longer has it in flight.
     """
 
     status: Literal["ok", "stale", "ended", "unknown"]

@@ -1,4 +1,4 @@
-"""Frames: what a stream's owner receives, and how it asks a worker for those it missed."""
+"""Frames: what a stream owner receives, and how it asks a worker for those it missed."""
 
 from typing import Literal
 
@@ -62,7 +62,7 @@ class LostData(Message, frozen=True, kw_only=True):
 
 
 class FramesRequest(Message, frozen=True, kw_only=True):
-    """Holder of a stream -> worker, ``frames.v1.<worker>.<tenant>``: frames of an attempt from ``from_seq`` on."""
+    """Stream owner -> worker, ``frames.v1.<worker>.<tenant>``: frames of an attempt from ``from_seq`` on."""
 
     request_id: str
     attempt: int

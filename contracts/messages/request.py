@@ -31,7 +31,7 @@ class RequestEnvelope(Message, frozen=True, kw_only=True):
     publish_by_ms: int
     deadline_at_ms: int
     reply: Reply
-    holder: str = ""
+    stream_owner: str = ""
     version: str = ""
     tokenizer_fingerprint: str = ""
     client_request_id: str = ""
@@ -60,7 +60,7 @@ class SubmitRequest(Message, frozen=True, kw_only=True):
     body: msgspec.Raw = NOTHING
     """OpenAI body; its ``model`` may be left out."""
     deadline_ms: int | None = None
-    holder: str = ""
+    stream_owner: str = ""
     """Incarnation under which the service sends heartbeats, if it does."""
 
 

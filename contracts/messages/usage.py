@@ -1,4 +1,4 @@
-"""Questions to the ledger and their answers: usage, latency, invoices, one request's story."""
+"""The ledger's query API: usage, latency, invoices, one request's story."""
 
 from typing import Literal
 
@@ -18,7 +18,7 @@ class UsageQuery(Message, frozen=True, kw_only=True):
     to_at_ms: int
     by: list[UsageDimension]
     tenant: str | None = None
-    """None: all tenants (operators only). A subject that names a tenant stands above this."""
+    """None: all tenants (operators only). A subject that names a tenant overrides this."""
     limit: int = 10_000
     offset: int = 0
 
@@ -110,7 +110,7 @@ class LatencyAnswer(Message, frozen=True, kw_only=True):
 
 class InvoiceQuery(Message, frozen=True, kw_only=True):
     tenant: str = ""
-    """A subject that names a tenant stands above this."""
+    """A subject that names a tenant overrides this."""
     month: str
     """UTC, ``2026-11``."""
 

@@ -156,8 +156,8 @@ class Completions:
             request_id=exchange.request_id,
             identity=identity,
             endpoint=endpoint,
-            reply=Reply(subject=self._hub.mailbox, stream=exchange.request_id),
-            holder=self._hub.holder,
+            reply=Reply(subject=self._hub.reply_inbox, stream=exchange.request_id),
+            stream_owner=self._hub.stream_owner,
             deadline_ms=deadline_ms,
             client_request_id=exchange.client_request_id,
         )

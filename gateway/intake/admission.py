@@ -43,7 +43,7 @@ class Call(msgspec.Struct, kw_only=True):
     identity: Identity
     endpoint: Endpoint
     reply: Reply
-    holder: str
+    stream_owner: str
     deadline_ms: int | None = None
     client_request_id: str = ""
     model: str = ""
@@ -116,7 +116,7 @@ class Admission:
             publish_by_ms=0,
             deadline_at_ms=0,
             reply=call.reply,
-            holder=call.holder,
+            stream_owner=call.stream_owner,
             tokenizer_fingerprint=manifest.tokenizer_fingerprint,
             client_request_id=call.client_request_id,
             prefix_caching=tenant.prefix_caching,
@@ -206,7 +206,7 @@ class Admission:
                 stream=envelope.stream,
                 priority=envelope.priority,
                 deadline_ms=call.deadline_ms,
-                holder=call.holder,
+                stream_owner=call.stream_owner,
                 version=envelope.version,
             )
         )

@@ -84,7 +84,7 @@ class FrontDoor:
             identity=Identity(tenant, KEY_ID),
             endpoint=submitted.endpoint,
             reply=submitted.reply,
-            holder=_holder(tenant_name, submitted.holder),
+            stream_owner=_stream_owner(tenant_name, submitted.stream_owner),
             deadline_ms=deadline_ms,
         )
         envelope = await self._admission.prepare(call, submitted.body or b"{}", model=model)
@@ -102,12 +102,12 @@ class FrontDoor:
         return SubmitAnswer(admitted=True, request_id=request_id, model=call.model, limits=call.limits)
 
 
-def _holder(tenant: str, incarnation: str) -> str:
-    """The sender's name as a holder of streams: always one of its own tenant's."""
+def _stream_owner(tenant: str, incarnation: str) -> str:
+    """The sender's name as a stream owner: always one of its own tenant's."""
     try:
-        return subjects.tenant_holder(tenant, incarnation) if incarnation else ""
+        return subjects.tenant_stream_owner(tenant, incarnation) if incarnation else ""
     except subjects.InvalidName as error:
-        raise HeadraceError("invalid_request", f"holder: {error}.", param="holder") from error
+        raise HeadraceError("invalid_request", f"stream_owner: {error}.", param="stream_owner") from error
 
 
 def _refusal(request_id: str, error: HeadraceError, call: Call | None = None) -> SubmitAnswer:

@@ -1,4 +1,4 @@
-"""Streams of this gateway: one mailbox, one decode per message, and each frame to its stream's relay.
+"""Streams of this gateway: one reply inbox, one decode per message, and each frame to its stream's relay.
 
 The relay (contracts.streaming.relay) decides what a frame means. Here its effects are performed: text is put before the
 task that writes to the caller, questions to workers and schedulers run as bounded tasks, cancels are repeated
@@ -16,7 +16,7 @@ import structlog
 from contracts import subjects
 from contracts.bus import Bus, Incoming, Subscription, Unavailable
 from contracts.messages.base import Codec
-from contracts.messages.control import CancelAnswer, CancelRequest, HolderHeartbeat, StatusAnswer, StatusRequest
+from contracts.messages.control import CancelAnswer, CancelRequest, StatusAnswer, StatusRequest, StreamOwnerHeartbeat
 from contracts.messages.frames import EndData, ErrorData, FramesAnswer, FramesRequest, ReplyMessage
 from contracts.messages.request import RequestEnvelope
 from contracts.streaming.relay import AskFrames, AskStatus, Effects, Fail, Finish, Forward, Relay
@@ -50,7 +50,7 @@ _status_request_codec = Codec[StatusRequest](StatusRequest)
 _status_answer_codec = Codec[StatusAnswer](StatusAnswer)
 _cancel_codec = Codec[CancelRequest](CancelRequest)
 _cancel_answer_codec = Codec[CancelAnswer](CancelAnswer)
-_heartbeat_codec = Codec[HolderHeartbeat](HolderHeartbeat)
+_heartbeat_codec = Codec[StreamOwnerHeartbeat](StreamOwnerHeartbeat)
 
 
 class Stream:
@@ -180,8 +180,8 @@ class Hub:
 
     def __init__(self, bus: Bus, incarnation: str) -> None:
         self.incarnation = incarnation
-        self.holder = subjects.gateway_holder(incarnation)
-        self.mailbox = subjects.gateway_mailbox(incarnation)
+        self.stream_owner = subjects.gateway_stream_owner(incarnation)
+        self.reply_inbox = subjects.gateway_reply_inbox(incarnation)
         self._bus = bus
         self._streams: dict[str, Stream] = {}
         self._questions: set[asyncio.Task[None]] = set()
@@ -191,7 +191,7 @@ class Hub:
         self._subscription: Subscription | None = None
 
     async def start(self) -> None:
-        self._subscription = await self._bus.subscribe(self.mailbox, self._on_reply)
+        self._subscription = await self._bus.subscribe(self.reply_inbox, self._on_reply)
         await self._beat()
         self._loops = [asyncio.create_task(self._tick()), asyncio.create_task(self._beats())]
 
@@ -340,9 +340,9 @@ class Hub:
             await self._beat()
 
     async def _beat(self, *, leaving: bool = False) -> None:
-        beat = HolderHeartbeat(holder=self.holder, leaving=leaving)
+        beat = StreamOwnerHeartbeat(stream_owner=self.stream_owner, leaving=leaving)
         try:
-            await self._bus.publish(subjects.holder_heartbeat(self.holder), _heartbeat_codec.encode(beat))
+            await self._bus.publish(subjects.stream_owner_heartbeat(self.stream_owner), _heartbeat_codec.encode(beat))
         except Unavailable:
             pass  # The bus is away; whoever counts our silence counts it by ticks that are away, too.
 

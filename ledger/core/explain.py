@@ -15,7 +15,7 @@ _WHY_CANCELLED = {
     "slow_reader": "the caller read too slowly",
     "publish_unconfirmed": "its gateway could not make sure that it was stored",
     "shutdown": "its gateway was shut down",
-    "holder_lost": "the gateway or service that held it for the caller was lost",
+    "stream_owner_lost": "the gateway or service that held it for the caller was lost",
 }
 
 

@@ -283,13 +283,13 @@ class Core(Lifecycle):
         worker.adopted.clear()
 
     def _holder_seen(self, event: ev.HolderSeen) -> None:
-        self.holders.heard(event.beat.holder, self.pool.tick)
+        self.holders.heard(event.beat.stream_owner, self.pool.tick)
         if event.beat.leaving:
-            self._holder_gone(event.beat.holder)
+            self._holder_gone(event.beat.stream_owner)
 
     def _holder_gone(self, holder: str) -> None:
         for request_id in self.holders.leave(holder):
-            self.cancel(self.requests[request_id], "holder_lost")
+            self.cancel(self.requests[request_id], "stream_owner_lost")
 
     def _own_tick_seen(self, event: ev.OwnTickSeen) -> None:
         self.pool.tick += 1

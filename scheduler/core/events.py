@@ -11,8 +11,8 @@ from contracts.messages.control import (
     CancelRequest,
     ControlAnswer,
     ControlRequest,
-    HolderHeartbeat,
     StatusAnswer,
+    StreamOwnerHeartbeat,
     WorkerHeartbeat,
 )
 from contracts.messages.frames import Frame
@@ -97,7 +97,7 @@ class WorkerSeen(Event, frozen=True):
 
 
 class HolderSeen(Event, frozen=True):
-    beat: HolderHeartbeat
+    beat: StreamOwnerHeartbeat
 
 
 class OwnTickSeen(Event, frozen=True):

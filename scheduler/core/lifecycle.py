@@ -69,8 +69,8 @@ class Lifecycle:
 
     def hold(self, request: Request) -> None:
         """From now on its holder's silence ends it."""
-        if request.envelope.holder:
-            self.holders.add(request.envelope.holder, request.id, self.pool.tick)
+        if request.envelope.stream_owner:
+            self.holders.add(request.envelope.stream_owner, request.id, self.pool.tick)
 
     def enqueue(self, request: Request) -> None:
         envelope = request.envelope
@@ -265,7 +265,7 @@ class Lifecycle:
         del self.requests[request.id]
         self.cancelling.pop(request.id, None)
         self.pool.drop_claim(request.id)
-        self.holders.discard(request.envelope.holder, request.id)
+        self.holders.discard(request.envelope.stream_owner, request.id)
 
     def _send_frame(self, request: Request, kind: FrameKind, data: bytes) -> None:
         reply = request.envelope.reply

@@ -94,7 +94,7 @@ class Request:
             publish_by_ms=publish_by_ms,
             deadline_at_ms=deadline_at_ms,
             reply=Reply(subject="", stream=asked.request_id),
-            holder=asked.holder,
+            stream_owner=asked.stream_owner,
             version=asked.version,
         )
         return cls(envelope, State.ADMITTED)

@@ -98,8 +98,8 @@ class Pool:
         if size != (beat.slots, beat.kv_tokens):  # Known by its work only until now, or its engine is a new one.
             for request_id, load in worker.work.items():
                 worker.reserve(request_id, self.load(worker, load.choices, load.tokens))
-        worker.held = {progress.request_id for progress in beat.held}
-        return worker, beat.held
+        worker.held = {progress.request_id for progress in beat.in_flight}
+        return worker, beat.in_flight
 
     def expect(self, name: str, model: str, version: str) -> Worker:
         """A worker known only from its work (after a takeover): lost unless it is heard."""

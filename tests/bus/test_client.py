@@ -10,7 +10,7 @@ from contracts import subjects
 from contracts.bus import Bus, Incoming
 from contracts.client.client import Client
 from contracts.errors import HeadraceError
-from contracts.messages.control import CancelAnswer, CancelRequest, HolderHeartbeat, StatusAnswer
+from contracts.messages.control import CancelAnswer, CancelRequest, StatusAnswer, StreamOwnerHeartbeat
 from contracts.messages.frames import EndData, ErrorData, Frame, FrameKind, FramesAnswer, FramesRequest, ReplyMessage
 from contracts.messages.request import SubmitAnswer, SubmitRequest
 from tests.support.nats_server import NatsServer
@@ -48,7 +48,7 @@ class Service:
         self.script: list[Callable[[SubmitRequest, str], Awaitable[SubmitAnswer]]] = []
         self.submitted: list[SubmitRequest] = []
         self.cancelled: list[CancelRequest] = []
-        self.beats: list[HolderHeartbeat] = []
+        self.beats: list[StreamOwnerHeartbeat] = []
         self.asked: list[FramesRequest] = []
         self.kept: dict[str, list[Frame]] = {}
         self.replies: dict[str, str] = {}
@@ -61,7 +61,7 @@ class Service:
         await self.bus.subscribe(subjects.cancels_of(MODEL), self._on_cancel)
         await self.bus.subscribe(subjects.statuses_of(MODEL), self._on_status)
         await self.bus.subscribe(subjects.frames_of("w-1"), self._on_frames)
-        await self.bus.subscribe("hb.v1.holder.>", self._on_beat)
+        await self.bus.subscribe("hb.v1.stream-owner.>", self._on_beat)
 
     async def _on_submit(self, message: Incoming) -> None:
         assert subjects.tenant_and_model_of_submit(message.subject) == (TENANT, MODEL)
@@ -98,7 +98,7 @@ class Service:
             await message.respond(encode(FramesAnswer(known=True, frames=page, more=more)))
 
     def _on_beat(self, message: Incoming) -> None:
-        self.beats.append(decode(message.data, type=HolderHeartbeat))
+        self.beats.append(decode(message.data, type=StreamOwnerHeartbeat))
 
     async def send(self, request_id: str, content: list[tuple[FrameKind, object]], lose: tuple[int, ...] = ()) -> None:
         """Send the next frames of the request, keep them all, and lose some on the way."""
@@ -164,7 +164,7 @@ async def test_a_chat_streams_typed_chunks_and_its_usage(service: Service, clien
     assert decode(request.body) == {"messages": MESSAGES, "temperature": 0, "stream": True}
     assert request.reply.subject.startswith(subjects.tenant_reply_prefix(TENANT))
     assert request.deadline_ms == pytest.approx(9_000, abs=1_000)
-    assert request.holder == client.holder
+    assert request.stream_owner == client.stream_owner
     assert not service.cancelled
 
 
@@ -457,7 +457,9 @@ async def test_heartbeats_and_a_goodbye(service: Service, nats_url: str) -> None
         await anext(iterator)
     assert caught.value.code == "cancelled"
     await until(lambda: service.beats[-1].leaving)
-    assert {beat.holder for beat in service.beats} == {subjects.tenant_holder(client.tenant, client.holder)}
+    assert {beat.stream_owner for beat in service.beats} == {
+        subjects.tenant_stream_owner(client.tenant, client.stream_owner)
+    }
 
 
 async def test_a_restart_of_the_bus_leaves_no_hole(service: Service, client: Client, nats: NatsServer) -> None:

@@ -398,9 +398,9 @@ async def test_c33_n_reserves_and_reaches_the_engine(world: World) -> None:
 async def test_heartbeats_are_sent_and_a_goodbye(nats_url: str, tmp_path: Path) -> None:
     async with serve(nats_url, tmp_path) as world:
         await until(lambda: len(world.beats) >= 3)
-        assert len({beat.holder for beat in world.beats}) == 1
+        assert len({beat.stream_owner for beat in world.beats}) == 1
         await world.post(BASE)
-        assert world.admissions[0].holder == world.stored[0].holder == world.beats[0].holder
+        assert world.admissions[0].stream_owner == world.stored[0].stream_owner == world.beats[0].stream_owner
         world.gateway.stop()
         await until(lambda: world.beats[-1].leaving)
 

@@ -33,11 +33,11 @@ async def submit(
 async def test_a_request_is_admitted_and_its_frames_go_to_the_sender(world: World) -> None:
     got: list[bytes] = []
     await world.bus.subscribe(OWN.subject, lambda message: got.append(message.data))
-    answer = await submit(world, BASE | {"stream": True}, deadline_ms=500, holder="c-1")
+    answer = await submit(world, BASE | {"stream": True}, deadline_ms=500, stream_owner="c-1")
     assert answer.admitted, answer
     [envelope] = world.stored
     assert envelope.request_id == answer.request_id
-    assert (envelope.tenant, envelope.key_id, envelope.holder) == ("T1", "bus", "T1.c-1")
+    assert (envelope.tenant, envelope.key_id, envelope.stream_owner) == ("T1", "bus", "T1.c-1")
     assert (envelope.reply, envelope.stream, envelope.prompt_tokens) == (OWN, True, 5)
     assert world.admissions[0].deadline_ms == 500
 

@@ -56,7 +56,7 @@ class Harness:
     def __init__(self, bus: Bus, url: str) -> None:
         self.bus = bus
         self.url = url
-        self.mailbox = subjects.gateway_mailbox(ids.incarnation("g"))
+        self.reply_inbox = subjects.gateway_reply_inbox(ids.incarnation("g"))
         self.messages: list[ReplyMessage] = []
         self.beats: list[WorkerHeartbeat] = []
         self.epoch = Epoch(1, 1)
@@ -66,7 +66,7 @@ class Harness:
     async def open(self) -> None:
         await topology.ensure(self.bus)
         await self.bus.kv_put(topology.MODELS, subjects.encode(MODEL), msgspec.json.encode(MANIFEST))
-        await self.bus.subscribe(self.mailbox, self._on_reply)
+        await self.bus.subscribe(self.reply_inbox, self._on_reply)
         await self.bus.subscribe(subjects.HEARTBEATS, self._on_beat)
 
     def _on_reply(self, incoming: Incoming) -> None:
@@ -133,7 +133,7 @@ class Harness:
                 "admitted_at_ms": now,
                 "publish_by_ms": now + 5000,
                 "deadline_at_ms": now + 60_000,
-                "reply": Reply(subject=self.mailbox, stream=request_id),
+                "reply": Reply(subject=self.reply_inbox, stream=request_id),
                 "tokenizer_fingerprint": "ours",
                 "body": msgspec.Raw(msgspec.json.encode(body)),
                 **fields,
@@ -299,7 +299,7 @@ async def test_no_more_runs_than_there_are_slots(harness: Harness) -> None:
     sent = [await harness.send(max_tokens=10) for _ in range(7)]
     for request_id in sent:
         await harness.closed(request_id)
-    assert max(len(beat.held) for beat in harness.beats) <= 2
+    assert max(len(beat.in_flight) for beat in harness.beats) <= 2
     assert max(beat.running for beat in harness.beats) <= 2
     await harness.work_done()
 
@@ -309,7 +309,7 @@ async def test_what_does_not_fit_the_kv_cache_waits_held(harness: Harness) -> No
     first = await harness.send(max_tokens=150)
     await harness.tokens(first, 1)
     second = await harness.send(max_tokens=100)
-    await until(lambda: {p.request_id for p in harness.beats[-1].held} == {first, second})
+    await until(lambda: {p.request_id for p in harness.beats[-1].in_flight} == {first, second})
     assert harness.beats[-1].waiting == 1
     assert harness.frames(second) == []
     assert (await harness.closed(first))[-1].kind == "end"
@@ -319,12 +319,12 @@ async def test_what_does_not_fit_the_kv_cache_waits_held(harness: Harness) -> No
 async def test_heartbeats_tell_progress_and_the_end_at_once(harness: Harness) -> None:
     await harness.start()
     request_id = await harness.send(max_tokens=300)
-    await until(lambda: any(p.completion_tokens for p in harness.beats[-1].held), "no progress is told")
+    await until(lambda: any(p.completion_tokens for p in harness.beats[-1].in_flight), "no progress is told")
     beat = harness.beats[-1]
     assert (beat.model, beat.version, beat.slots, beat.running) == (MODEL, "v1", 4, 1)
-    assert beat.held[0].prompt_tokens == 7
+    assert beat.in_flight[0].prompt_tokens == 7
     assert await harness.cancel(request_id) == "ended"
-    await until(lambda: not harness.beats[-1].held)
+    await until(lambda: not harness.beats[-1].in_flight)
 
 
 # Cancel ----------------------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ async def test_a_cancel_that_overtakes_its_work_holds(harness: Harness) -> None:
 async def test_a_cancel_between_pull_and_submission(harness: Harness) -> None:
     await harness.start()
     request_id = await harness.send(simulate={"submit_delay_ms": 60_000})
-    await until(lambda: harness.beats[-1].held)
+    await until(lambda: harness.beats[-1].in_flight)
     assert harness.beats[-1].running == 0
     assert await harness.cancel(request_id) == "ended"
     event = await harness.event(request_id)
@@ -404,7 +404,7 @@ async def test_another_event_that_was_first_silences_the_worker(harness: Harness
     await harness.bus.store(
         subjects.attempt(MODEL, request_id, 1), msgspec.json.encode(event), msg_id="s", expect_last=0
     )
-    await until(lambda: not harness.beats[-1].held)
+    await until(lambda: not harness.beats[-1].in_flight)
     await harness.work_done(left=1)
     assert harness.frames(request_id)[-1].kind == "chunk"
     assert (await harness.event(request_id)).outcome == "lost"
@@ -428,7 +428,7 @@ async def test_another_tokenizer_is_refused_retryably(harness: Harness) -> None:
     event = await harness.event(await harness.send(tokenizer_fingerprint="theirs"))
     assert (event.outcome, event.retryable, event.completion_tokens) == ("failed", True, 0)
     assert "tokenizer" in event.error_message
-    await until(lambda: not harness.beats[-1].held)
+    await until(lambda: not harness.beats[-1].in_flight)
     await harness.work_done(left=1)
 
 
@@ -448,7 +448,7 @@ async def test_a_retryable_failure_sends_no_frame_and_leaves_the_word_to_the_sch
     event = await harness.event(request_id)
     assert (event.outcome, event.retryable, event.billable) == ("failed", True, False)
     assert event.completion_tokens == 2
-    await until(lambda: not harness.beats[-1].held)
+    await until(lambda: not harness.beats[-1].in_flight)
     await harness.work_done(left=1)
     frames = harness.frames(request_id)
     assert {frame.kind for frame in frames} == {"accepted", "chunk"}
@@ -517,7 +517,7 @@ async def test_an_evicted_worker_says_nothing_more_and_comes_back_under_a_new_na
     assert (await harness.order(old, Evict(epoch=Epoch(1, 2)))).status == "ok"
     said = len(harness.frames(request_id))
     new = await harness.ready(old)
-    assert harness.beats[-1].held == [] and harness.beats[-1].epoch == Epoch(1, 2)
+    assert harness.beats[-1].in_flight == [] and harness.beats[-1].epoch == Epoch(1, 2)
     harness.epoch = Epoch(1, 2)
     other = await harness.send(worker=new, max_tokens=3)
     await harness.closed(other)
@@ -617,7 +617,7 @@ async def test_a_drain_lets_running_attempts_end_and_returns_what_waits(harness:
     running = await harness.send(max_tokens=200)
     await harness.tokens(running, 1)
     waiting = await harness.send(max_tokens=200)
-    await until(lambda: len(harness.beats[-1].held) == 2)
+    await until(lambda: len(harness.beats[-1].in_flight) == 2)
     worker.stop()
     event = await harness.event(waiting)
     assert (event.error_code, event.retryable) == ("shutting_down", True)

@@ -43,7 +43,7 @@ async def open_request(cluster: Cluster) -> str:
     async def found() -> str:
         queue = await cluster.queue()
         assert queue is not None
-        held = [progress.request_id for beat in queue.workers for progress in beat.held]
+        held = [progress.request_id for beat in queue.workers for progress in beat.in_flight]
         return held[0] if held else ""
 
     request_id: str = await until(found, "a worker holds the request")
@@ -58,7 +58,7 @@ async def leaves_while_held(cluster: Cluster, call: Call, after_tokens: int = 0)
         async def enough() -> bool:
             queue = await cluster.queue()
             assert queue is not None
-            return any(one.completion_tokens >= after_tokens for beat in queue.workers for one in beat.held)
+            return any(one.completion_tokens >= after_tokens for beat in queue.workers for one in beat.in_flight)
 
         await until(enough, "tokens are generated")
     left_at = time.monotonic()

@@ -262,7 +262,7 @@ async def test_a_gateway_that_ends(cluster: Cluster, how: signal.Signals) -> Non
     assert (of_call.outcomes, of_call.billed) == ([(1, "cancelled")], [1])
     assert call.tokens <= of_call.tokens[0] < 2000
     of_call.says(
-        "(holder_lost: the gateway or service that held it for the caller was lost)"
+        "(stream_owner_lost: the gateway or service that held it for the caller was lost)"
         if how == signal.SIGKILL
         else "(shutdown: its gateway was shut down)"
     )

@@ -63,10 +63,10 @@ async def test_a_tenants_service_cannot_act_as_another(stack: Stack) -> None:
             subjects.cancel(stack.model, "mallory"), b'{"request_id":"%s"}' % stream.request_id.encode(), timeout_s=5
         )
         # A goodbye in the other's name.
-        for holder in (victim.holder, subjects.tenant_holder("victim", victim.holder)):
+        for owner in (victim.stream_owner, subjects.tenant_stream_owner("victim", victim.stream_owner)):
             await bus.publish(
-                subjects.holder_heartbeat(subjects.tenant_holder("mallory", victim.holder)),
-                b'{"holder":"%s","leaving":true}' % holder.encode(),
+                subjects.stream_owner_heartbeat(subjects.tenant_stream_owner("mallory", victim.stream_owner)),
+                b'{"stream_owner":"%s","leaving":true}' % owner.encode(),
             )
         texts += [chunk.text async for chunk in chunks]
         assert "".join(texts) == " ".join(f"t{number}" for number in range(200))

@@ -93,7 +93,7 @@ def _ask(world: "World", rid: str) -> None:
             max_output_tokens=3,
             stream=find(world, rid).stream,
             deadline_ms=20 * TICK_MS,
-            holder="g",
+            stream_owner="g",
         )
     )
     schedulers.ask_all(world, "ask", rid, data)
@@ -119,7 +119,7 @@ def envelope_of(world: "World", rid: str) -> bytes:
             publish_by_ms=answer.publish_by_ms,
             deadline_at_ms=answer.deadline_at_ms,
             reply=Reply(subject="reply.v1._gw.g", stream=rid),
-            holder="g",
+            stream_owner="g",
         )
     )
 

@@ -18,8 +18,8 @@ from contracts.messages.control import (
     CancelRequest,
     ControlAnswer,
     ControlRequest,
-    HolderHeartbeat,
     StatusAnswer,
+    StreamOwnerHeartbeat,
     WorkerHeartbeat,
 )
 from contracts.messages.frames import Frame, FramesAnswer
@@ -45,7 +45,7 @@ CANCEL = Codec[CancelRequest](CancelRequest)
 CONTROL = Codec[ControlRequest](ControlRequest)  # type: ignore[arg-type]
 CONTROLLED = Codec[ControlAnswer](ControlAnswer)
 BEAT = Codec[WorkerHeartbeat](WorkerHeartbeat)
-HOLDER = Codec[HolderHeartbeat](HolderHeartbeat)
+STREAM_OWNER = Codec[StreamOwnerHeartbeat](StreamOwnerHeartbeat)
 FRAME = Codec[Frame](Frame)
 FRAMES = Codec[FramesAnswer](FramesAnswer)
 STATUS = Codec[StatusAnswer](StatusAnswer)
@@ -238,8 +238,8 @@ def _core_event(op: Op) -> ev.Event:
             return ev.StatusAsked(TENANT, rid, rid)
         case ("beat", _, data):
             return ev.WorkerSeen(BEAT.decode(data))
-        case ("holder", _, data):
-            return ev.HolderSeen(HOLDER.decode(data))
+        case ("stream_owner", _, data):
+            return ev.HolderSeen(STREAM_OWNER.decode(data))
         case ("tick",):
             return ev.OwnTickSeen()
         case ("time",):
@@ -308,7 +308,7 @@ def _worker_facts(box: Box) -> tuple[Any, ...]:
         epoch=core.epoch,
         slots=core.slots,
         kv_tokens=core.kv_tokens,
-        held=core.progress(),
+        in_flight=core.progress(),
     )
     return core.credit(), core.slots, core.held, encode(beat)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from contracts.messages.control import HolderHeartbeat
+from contracts.messages.control import StreamOwnerHeartbeat
 from tests.explore import faults, forms, gateway, schedulers, workers
 from tests.explore.canonical import near
 from tests.explore.parts import EVENT, ITEM, Parts, encode
@@ -32,7 +32,7 @@ from tests.explore.records import (
 )
 
 DEATHS_MAX = 2
-HOLDER_BEAT = encode(HolderHeartbeat(holder="g"))
+STREAM_OWNER_BEAT = encode(StreamOwnerHeartbeat(stream_owner="g"))
 
 
 class World:
@@ -367,7 +367,7 @@ class World:
             if worker.up == "up" and worker.name
         ]
         if self.gate.up == "up":
-            beats.append(("holder", "g", HOLDER_BEAT))
+            beats.append(("stream_owner", "g", STREAM_OWNER_BEAT))
         schedulers.pass_time(self, beats)
         if self.gate.up == "up":
             gateway.pass_time(self)

@@ -361,7 +361,9 @@ class Cluster:
                 return [*found, "no scheduler"]
             if queue.running or queue.waiting or queue.reserved_tokens:
                 found.append(f"{queue.running} run, {queue.waiting} wait, {queue.reserved_tokens} tokens reserved")
-            found += [f"{beat.worker} holds {len(beat.held)}" for beat in queue.workers if beat.held or beat.running]
+            found += [
+                f"{beat.worker} holds {len(beat.in_flight)}" for beat in queue.workers if beat.in_flight or beat.running
+            ]
             return found
 
         deadline = time.monotonic() + limit_s
@@ -385,7 +387,7 @@ class Cluster:
 
         async def find() -> Service | None:
             queue = await self.queue()
-            names = [beat.worker for beat in queue.workers for one in beat.held if one.request_id == request_id]
+            names = [beat.worker for beat in queue.workers for one in beat.in_flight if one.request_id == request_id]
             return next((worker for worker in self.workers if names and worker.joined_as == names[0]), None)
 
         found: Service = await until(find, f"a worker holds {request_id}")

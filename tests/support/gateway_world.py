@@ -18,7 +18,7 @@ from contracts import subjects, topology
 from contracts.bus import Bus, Incoming
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.base import Epoch
-from contracts.messages.control import CancelAnswer, CancelRequest, HolderHeartbeat, StatusAnswer, WorkerHeartbeat
+from contracts.messages.control import CancelAnswer, CancelRequest, StatusAnswer, StreamOwnerHeartbeat, WorkerHeartbeat
 from contracts.messages.frames import EndData, ErrorData, Frame, FrameKind, FramesAnswer, FramesRequest, ReplyMessage
 from contracts.messages.queues import QueueAnswer
 from contracts.messages.records import KeyRecord, Manifest, TenantRecord
@@ -80,7 +80,7 @@ class World:
         self.stored: list[RequestEnvelope] = []
         self.cancelled: list[CancelRequest] = []
         self.asked_frames: list[FramesRequest] = []
-        self.beats: list[HolderHeartbeat] = []
+        self.beats: list[StreamOwnerHeartbeat] = []
         self.usage_queries: list[UsageQuery] = []
         self.usage_subjects: list[str] = []
         self.usage_answer = UsageAnswer()
@@ -98,9 +98,9 @@ class World:
         await subscribe("cancel.v1.>", self._on_cancel)
         await subscribe("status.v1.>", self._on_status)
         await subscribe(subjects.frames_of(WORKER), self._on_frames)
-        await subscribe("hb.v1.holder.>", self._on_beat)
+        await subscribe("hb.v1.stream-owner.>", self._on_beat)
         await subscribe("queues.v1.*", self._on_queues)
-        await subscribe(subjects.USAGE_QUESTIONS, self._on_usage)
+        await subscribe(subjects.USAGE_QUERIES, self._on_usage)
 
     async def close(self) -> None:
         for task in self.playing:
@@ -139,7 +139,7 @@ class World:
         await message.respond(encode(FramesAnswer(known=True, frames=kept)))
 
     def _on_beat(self, message: Incoming) -> None:
-        self.beats.append(decode(message.data, type=HolderHeartbeat))
+        self.beats.append(decode(message.data, type=StreamOwnerHeartbeat))
 
     async def _on_queues(self, message: Incoming) -> None:
         model = subjects.decode(message.subject.rsplit(".", 1)[1])

@@ -19,8 +19,8 @@ from contracts.messages.control import (
     CancelRequest,
     ControlAnswer,
     ControlRequest,
-    HolderHeartbeat,
     Progress,
+    StreamOwnerHeartbeat,
     WorkerHeartbeat,
 )
 from contracts.messages.frames import Frame
@@ -73,7 +73,7 @@ class FakeWorker:
             slots=self.slots,
             kv_tokens=self.kv_tokens,
             context=8192,
-            held=list(self.running.values()),
+            in_flight=list(self.running.values()),
         )
 
 
@@ -358,7 +358,7 @@ class World:
             stream=self.random.random() < 0.7,
             priority=self.random.choice(["interactive", "interactive", "batch"]),
             deadline_ms=self.random.choice([None, 500, 20_000]),
-            holder=self.random.choice(["", "g1", "g2"]),
+            stream_owner=self.random.choice(["", "g1", "g2"]),
         )
         asked = msgspec.structs.replace(asked, **fields)
         self.asked[asked.request_id] = asked
@@ -384,7 +384,7 @@ class World:
             publish_by_ms=answer.publish_by_ms,
             deadline_at_ms=answer.deadline_at_ms,
             reply=Reply(subject="reply.v1.x", stream=request_id),
-            holder=asked.holder,
+            stream_owner=asked.stream_owner,
         )
         self.feed(ev.RequestStored(self.requests[self.seq], self.seq, self.now))
         return self.seq
@@ -404,7 +404,7 @@ class World:
             tenant = self.asked[request_id].tenant if self.random.random() < 0.9 else "stranger"
             self.feed(ev.CancelAsked(tenant, CancelRequest(request_id=request_id), None))
         elif draw < 0.54:
-            self.feed(ev.HolderSeen(HolderHeartbeat(holder="g1", leaving=self.random.random() < 0.3)))
+            self.feed(ev.HolderSeen(StreamOwnerHeartbeat(stream_owner="g1", leaving=self.random.random() < 0.3)))
         elif draw < 0.56 and sum(w.alive for w in self.workers) < 3:
             self.start_worker()
         elif draw < 0.57 and self.workers:
@@ -447,8 +447,8 @@ class World:
         healthy = self.start_worker()
         healthy.slots, healthy.kv_tokens = 8, 50_000
         for _ in range(400):
-            self.feed(ev.HolderSeen(HolderHeartbeat(holder="g1")))
-            self.feed(ev.HolderSeen(HolderHeartbeat(holder="g2")))
+            self.feed(ev.HolderSeen(StreamOwnerHeartbeat(stream_owner="g1")))
+            self.feed(ev.HolderSeen(StreamOwnerHeartbeat(stream_owner="g2")))
             self.pass_time(500)
             for seq, item in list(self.work.items()):  # The sweep.
                 self.feed(ev.WorkFound(item, seq))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.messages.base import Epoch
-from contracts.messages.control import CancelRequest, HolderHeartbeat, Progress
+from contracts.messages.control import CancelRequest, Progress, StreamOwnerHeartbeat
 from contracts.messages.frames import ErrorData, LostData
 from contracts.messages.records import TenantLimits, TenantRecord
 from scheduler.core import events as ev
@@ -53,7 +53,7 @@ def submit(made: World, **fields: object) -> str:
         "stream": True,
         "priority": "interactive",
         "deadline_ms": None,
-        "holder": "",
+        "stream_owner": "",
     } | fields
     request_id = made.ask(**fields)
     if made.answers[request_id].admitted:
@@ -156,7 +156,7 @@ def test_a_reservation_lapses_when_its_request_never_arrives() -> None:
 def test_a_request_stored_after_its_time_expires_and_never_runs() -> None:
     made = world()
     worker_of(made)
-    request_id = made.ask(tenant="t0", holder="")
+    request_id = made.ask(tenant="t0", stream_owner="")
     made.pass_time(1_500)
     made.publish(request_id)
     run_pending(made)
@@ -189,7 +189,7 @@ def test_a_cancel_in_the_queue_ends_as_attempt_zero_and_is_durable() -> None:
 
 def test_a_cancel_that_overtakes_its_request_holds() -> None:
     made = world()
-    made.asked["late"] = made.asked[made.ask(tenant="t0", holder="")]
+    made.asked["late"] = made.asked[made.ask(tenant="t0", stream_owner="")]
     made.feed(ev.CancelAsked("t0", CancelRequest(request_id="late"), None))
     asked = msgspec.structs.replace(made.asked["late"], request_id="late")
     made.feed(ev.AdmissionAsked(asked, "late"))
@@ -312,8 +312,8 @@ def test_no_worker_holds_two_suspects_before_their_first_token() -> None:
 
 def test_a_lost_holder_cancels_its_requests() -> None:
     made = world()
-    request_id = submit(made, holder="g1")
-    made.feed(ev.HolderSeen(HolderHeartbeat(holder="g1")))
+    request_id = submit(made, stream_owner="g1")
+    made.feed(ev.HolderSeen(StreamOwnerHeartbeat(stream_owner="g1")))
     silence(made)
     assert made.attempts[(request_id, 0)].outcome == "cancelled"
 
@@ -432,7 +432,9 @@ def test_a_withdrawn_attempt_of_a_live_worker_is_no_death() -> None:
     made = world()
     worker = worker_of(made)
     request_id = submit(made)
-    made.feed(ev.WorkerSeen(msgspec.structs.replace(worker.beat(), held=[Progress(request_id=request_id, attempt=1)])))
+    made.feed(
+        ev.WorkerSeen(msgspec.structs.replace(worker.beat(), in_flight=[Progress(request_id=request_id, attempt=1)]))
+    )
     made.feed(ev.WorkRefused(request_id, 1))
     run_pending(made)
     assert not made.attempts[(request_id, 1)].engine_death
