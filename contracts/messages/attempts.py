@@ -39,7 +39,7 @@ class AttemptEvent(Message, frozen=True, kw_only=True):
     completion_tokens: int = 0
     reasoning_tokens: int = 0
     reserved_tokens: int = 0
-    """What admission had reserved: (prompt + maximum output) times choices."""
+    """What admission had reserved (contracts.tokens): all prompts, and the maximum output of all choices."""
     last_seq: int = -1
     """Number of the attempt's last frame, the closing one included."""
     admitted_at_ms: int = 0

@@ -9,8 +9,9 @@ from datetime import UTC, datetime
 from contracts.errors import HeadraceError
 from contracts.messages.admission import AdmissionRequest
 from contracts.messages.records import Manifest, TenantLimits, TenantRecord
+from contracts.tokens import Cost, reserved
 from scheduler.core.fair_queue import FairQueue
-from scheduler.core.quotas import Cost, Quota, seconds
+from scheduler.core.quotas import Quota, seconds
 from scheduler.core.request import Request
 from scheduler.core.retry_slots import Bookings
 from scheduler.core.throughput import Drain
@@ -67,7 +68,9 @@ class Admission:
         """
         tenant = self.tenant(asked.tenant)
         quota = self.quota(asked.tenant, now_ms)
-        cost = Cost(asked.prompt_tokens, asked.max_output_tokens * asked.choices)
+        cost = reserved(
+            prompt_tokens=asked.prompt_tokens, max_output_tokens=asked.max_output_tokens, choices=asked.choices
+        )
         deadline_ms = min(asked.deadline_ms or tenant.deadline_ms, DEADLINE_MS_MAX)
         if asked.priority not in tenant.priorities:
             raise HeadraceError(

@@ -15,11 +15,11 @@ from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch
 from contracts.messages.control import Announce, CancelAnswer, Evict
 from contracts.messages.records import Manifest
+from contracts.tokens import Cost
 from scheduler.config import Settings
 from scheduler.core import events as ev
 from scheduler.core import outcomes, views
 from scheduler.core.lifecycle import Lifecycle, cancelled
-from scheduler.core.quotas import Cost
 from scheduler.core.request import WAITING, WITH_WORKER, Request, State
 from scheduler.core.takeover import Takeover
 from scheduler.core.worker_pool import Worker

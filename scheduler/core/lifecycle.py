@@ -13,13 +13,13 @@ from contracts.messages.base import Epoch, Outcome
 from contracts.messages.control import CancelAnswer, CancelAttempt
 from contracts.messages.frames import Frame, FrameKind, LostData
 from contracts.messages.records import Manifest
+from contracts.tokens import Cost
 from scheduler.config import Settings
 from scheduler.core import events as ev
 from scheduler.core import outcomes
 from scheduler.core.admission import Admission
 from scheduler.core.callers import Holders
 from scheduler.core.fair_queue import Entry, FairQueue
-from scheduler.core.quotas import Cost
 from scheduler.core.request import TRANSITIONS, WAITING, WITH_WORKER, InvalidTransition, Request, State
 from scheduler.core.tombstones import Memory
 from scheduler.core.worker_pool import Pool, Worker

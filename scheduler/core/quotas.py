@@ -7,11 +7,10 @@ stop at the bucket's size.
 
 import math
 
-import msgspec
-
 from contracts.errors import HeadraceError
 from contracts.messages.admission import RateLimits
 from contracts.messages.records import TenantLimits
+from contracts.tokens import Cost
 
 MINUTE_MS = 60_000
 
@@ -54,17 +53,6 @@ class Bucket:
         if self.size is not None:
             self._level = min(float(self.size), self.level(now_ms) - amount)
             self._at_ms = now_ms
-
-
-class Cost(msgspec.Struct, frozen=True, order=True):
-    """What a request reserves: prompt tokens and maximum output, the latter over all choices."""
-
-    input_tokens: int
-    output_tokens: int
-
-    @property
-    def total(self) -> int:
-        return self.input_tokens + self.output_tokens
 
 
 class Quota:

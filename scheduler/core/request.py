@@ -7,7 +7,7 @@ import msgspec
 from contracts.messages.admission import AdmissionRequest
 from contracts.messages.control import Progress
 from contracts.messages.request import Reply, RequestEnvelope
-from scheduler.core.quotas import Cost
+from contracts.tokens import reserved
 
 
 class State(enum.Enum):
@@ -52,7 +52,11 @@ class Request:
         self.envelope = envelope
         """Without a body; before REQUESTS stored it, with an empty reply."""
         self.state = state
-        self.cost = Cost(envelope.prompt_tokens, envelope.max_output_tokens * envelope.choices)
+        self.cost = reserved(
+            prompt_tokens=envelope.prompt_tokens,
+            max_output_tokens=envelope.max_output_tokens,
+            choices=envelope.choices,
+        )
         self.adopted = False
         """Whether the present attempt was dispatched by an earlier owner."""
         self.attempt = 0

@@ -8,7 +8,7 @@ again is dropped. Against other tenants a tenant's bookings stand only as far as
 import heapq
 from collections import Counter, deque
 
-from scheduler.core.quotas import Cost
+from contracts.tokens import Cost
 
 BOOKED_MAX = 1000
 """Bookings of one tenant; beyond it nothing is booked, and callers are told about the same time as the last."""

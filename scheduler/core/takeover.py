@@ -9,10 +9,10 @@ death too many.
 
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.request import RequestEnvelope, WorkItem
+from contracts.tokens import Cost
 from scheduler.core import events as ev
 from scheduler.core import outcomes
 from scheduler.core.lifecycle import Lifecycle
-from scheduler.core.quotas import Cost
 from scheduler.core.request import WAITING, WITH_WORKER, Request, State
 from scheduler.core.tombstones import Ended
 

@@ -316,6 +316,30 @@ async def test_what_does_not_fit_the_kv_cache_waits_held(harness: Harness) -> No
     assert (await harness.closed(second))[-1].kind == "end"
 
 
+async def test_many_prompts_run_beside_others_as_their_real_size_allows(harness: Harness) -> None:
+    """A hundred prompts of 500 tokens reserve 51,600 tokens, not a hundred times as many."""
+    await harness.start(sim_slots=256, sim_kv_tokens=52_000)
+    script = {"ttft_ms": 1, "itl_ms": 200}
+    body = {"prompt": ["one two " * 250] * 100, "max_tokens": 16, "stream": False, "simulate": script}
+    large = await harness.send(
+        endpoint="completions",
+        stream=False,
+        prompt_tokens=50_000,
+        max_output_tokens=16,
+        choices=100,
+        body=msgspec.Raw(msgspec.json.encode(body)),
+    )
+    await until(lambda: harness.beats[-1].running == 100)
+    small = await harness.send(max_tokens=10)
+    await harness.closed(small)
+    assert [frame.kind for frame in harness.frames(large)] == ["accepted"], "the small one ran beside it"
+    wide = await harness.send(prompt_tokens=300, max_tokens=101)
+    await until(lambda: harness.beats[-1].waiting == 1)
+    await harness.closed(large)
+    await harness.closed(wide)
+    assert [(await harness.event(it)).reserved_tokens for it in (large, small)] == [51_600, 17]
+
+
 async def test_heartbeats_tell_progress_and_the_end_at_once(harness: Harness) -> None:
     await harness.start()
     request_id = await harness.send(max_tokens=300)

@@ -437,3 +437,28 @@ async def test_c46_usage_comes_when_asked_for_once_and_as_it_is_booked(stack: St
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     booked = {(event.prompt_tokens, event.completion_tokens) for event in await ends(stack, "c46", 3)}
     assert booked == {(usage["prompt_tokens"], usage["completion_tokens"])}
+
+
+async def test_e08_many_prompts_in_one_body_run_beside_others(start_stack: StartStack) -> None:
+    """Fifty prompts of a thousand tokens, two choices each: they occupy what was reserved, not a hundred times that."""
+    stack = start_stack("--sim-slots", "256")
+    script = {"ttft_ms": 1, "itl_ms": 50}
+    many = {"model": "simulated", "prompt": ["one two " * 500] * 50, "n": 2, "max_tokens": 80, "simulate": script}
+    key = keyed(stack, "e08")
+    async with stack.async_client(key) as client:
+        large = asyncio.create_task(client.post("/v1/completions", json=many))
+        await arrived(stack, [large])
+        bus = await Bus.connect(stack.run.nats_url, name="test")
+        assert (await admin.queue(bus, "simulated")).reserved_tokens == 58_000
+        await bus.close()
+        for _ in range(3):
+            assert (await client.post(CHAT, json=chat(max_tokens=1))).status_code == 200
+        assert not large.done(), "the others ran beside it"
+        assert len((await large).json()["choices"]) == 100
+    *others, last = sorted(await ends(stack, "e08", 4), key=lambda event: event.reserved_tokens)
+    assert [event.reserved_tokens for event in others] == [8] * 3
+    assert (last.reserved_tokens, last.prompt_tokens, last.completion_tokens) == (58_000, 50_000, 8000)
+    rows = until(
+        lambda: [r for r in stack.cli_json("usage", "--by", "tenant")["data"] if r["tenant"] == "e08"], "it is booked"
+    )
+    assert rows

@@ -4,8 +4,10 @@ import pytest
 
 from contracts.errors import HeadraceError
 from contracts.messages.admission import AdmissionRequest
+from contracts.messages.records import TenantLimits, TenantRecord
 from scheduler.core.admission import RETRY_AFTER_S_MAX, Admission
 from scheduler.core.fair_queue import FairQueue
+from scheduler.core.request import Request
 from tests.support.scheduler_world import manifest
 
 TOKENS = 60
@@ -35,6 +37,28 @@ def refusal(admission: Admission, number: int) -> HeadraceError:
     with pytest.raises(HeadraceError) as caught:
         admission.check(asked, 100_000, has_room=False)
     return caught.value
+
+
+def test_many_prompts_reserve_each_prompt_once() -> None:
+    """A hundred prompts of 500 tokens, two choices each, by all limits that are checked."""
+    limits = TenantLimits(input_tpm=50_000, output_tpm=3_200, queued_tokens=53_200)
+    admission = Admission(manifest(), FairQueue(ageing_ms=1_000_000), 0)
+    admission.set_tenant("t", TenantRecord(name="t", limits=limits), 0)
+    asked = AdmissionRequest(
+        request_id="r",
+        tenant="t",
+        key_id="k",
+        model="m",
+        endpoint="completions",
+        prompt_tokens=50_000,
+        max_output_tokens=16,
+        choices=200,
+    )
+    admission.check(asked, 0, has_room=True)
+    request = Request.admitted(asked, now_ms=0, publish_by_ms=1000, deadline_at_ms=1000)
+    admission.reserve(request, 0)
+    assert admission.reserved_tokens == admission.quota("t", 0).reserved_tokens == 53_200
+    assert admission.quota("t", 0).input.level(0) == admission.quota("t", 0).output.level(0) == 0
 
 
 def test_each_refusal_names_a_later_time_until_the_line_is_as_long_as_the_longest() -> None:

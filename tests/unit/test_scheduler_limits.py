@@ -4,7 +4,8 @@ import pytest
 
 from contracts.errors import HeadraceError
 from contracts.messages.records import TenantLimits
-from scheduler.core.quotas import Bucket, Cost, Quota
+from contracts.tokens import Cost
+from scheduler.core.quotas import Bucket, Quota
 
 
 def test_a_bucket_starts_full_refills_evenly_and_never_overflows() -> None:

@@ -303,6 +303,16 @@ def test_what_does_not_fit_waits_in_order_and_is_reported() -> None:
     assert kinds(world.end(R1)) == [StoreEvent, StartAttempt, StartAttempt]
 
 
+def test_many_prompts_weigh_what_admission_reserved_for_them() -> None:
+    """A hundred prompts of 500 tokens, two choices each: others run beside them, and the KV bound still holds."""
+    world = World(slots=256, kv_tokens=60_000)
+    assert kinds(world.pull(item("r1", prompt=50_000, output=16, choices=200))) == [StartAttempt]
+    assert world.core.credit() == 56
+    assert kinds(world.pull(item("r2", prompt=3000, output=100))) == [StartAttempt]
+    assert world.pull(item("r3", prompt=3690, output=11)) == [], "53,200 and 3,100 tokens leave 3,700"
+    assert kinds(world.end(R1)) == [StoreEvent, StartAttempt]
+
+
 def test_an_idle_engine_takes_one_of_any_size() -> None:
     world = World(slots=2, kv_tokens=100)
     assert kinds(world.pull(item("r1", prompt=500, choices=9))) == [StartAttempt]

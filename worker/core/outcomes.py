@@ -9,6 +9,7 @@ from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Outcome
 from contracts.messages.frames import EndData, ErrorData
 from contracts.messages.request import RequestEnvelope, WorkItem
+from contracts.tokens import reserved
 from worker.engines.base import Counts, EngineFailure
 
 ERROR_MESSAGE_MAX = 500
@@ -53,7 +54,11 @@ def engine_lost(reason: str) -> Ending:
 
 def reserved_tokens(request: RequestEnvelope) -> int:
     """Tokens that admission reserved for the request: the most that it can occupy."""
-    return (request.prompt_tokens + request.max_output_tokens) * request.choices
+    return reserved(
+        prompt_tokens=request.prompt_tokens,
+        max_output_tokens=request.max_output_tokens,
+        choices=request.choices,
+    ).total
 
 
 def terminal_event(
