@@ -5,7 +5,7 @@ import gc
 
 import structlog
 
-from contracts import ids, topology
+from contracts import ids
 from contracts.bus import Bus
 from contracts.messages.frames import ErrorData
 from gateway.config import GatewayConfig
@@ -26,7 +26,7 @@ ENDINGS_S = 1.0
 
 
 class Gateway:
-    """``run`` serves until ``stop`` is called or the bus is lost for good."""
+    """``run`` serves until ``stop`` is called."""
 
     def __init__(self, config: GatewayConfig, bus: Bus) -> None:
         self._config = config
@@ -50,7 +50,6 @@ class Gateway:
             directory=self._directory, admission=self._admission, hub=self._hub, config=config
         )
 
-    @property
     def not_ready(self) -> str:
         return self._readiness.not_ready()
 
@@ -60,8 +59,6 @@ class Gateway:
 
     async def run(self) -> None:
         sockets = server.listen(self._config.listen)
-        for line in await topology.ensure(self._bus):
-            _log.warning("topology_drift", difference=line)
         await self._directory.start(self._bus)
         await self._catalog.start(self._bus)
         await self._hub.start()
@@ -80,15 +77,15 @@ class Gateway:
         gc.freeze()  # What stands so far is never looked at again: a full collection would pause streams for 30 ms.
         serving = asyncio.create_task(http.serve(sockets))
         begun = asyncio.create_task(http.serving.wait())
-        ends = [asyncio.create_task(self._stopping.wait()), asyncio.create_task(self._bus.closed.wait())]
-        await asyncio.wait([serving, begun, *ends], return_when=asyncio.FIRST_COMPLETED)
+        stopping = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait([serving, begun, stopping], return_when=asyncio.FIRST_COMPLETED)
         self.addresses = [f"{opened.getsockname()[0]}:{opened.getsockname()[1]}" for opened in sockets]
         _log.info("gateway_started", incarnation=self._hub.incarnation, listen=self.addresses)
-        await asyncio.wait([serving, *ends], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
         await self._drain()
         http.should_exit = True
         await serving
-        for waiter in (begun, *ends):
+        for waiter in (begun, stopping):
             waiter.cancel()
         await self._close()
 

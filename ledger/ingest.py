@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import structlog
 
-from contracts import ids, subjects, topology
+from contracts import subjects, topology
 from contracts.bus import Bus, BusError, Incoming
 from contracts.messages.attempts import DeadLetter
 from contracts.messages.base import Codec
@@ -50,10 +50,11 @@ class _Stopping(Exception):
 
 
 class Ledger:
-    """One ledger process. ``run`` returns after ``stop``, or when the bus is lost for good (then False)."""
+    """One ledger process. ``run`` returns after ``stop``."""
 
-    def __init__(self, config: LedgerConfig) -> None:
+    def __init__(self, config: LedgerConfig, bus: Bus) -> None:
         self._config = config
+        self._bus = bus
         self._store = Store(config.clickhouse_url, config.clickhouse_database, replicated=config.clickhouse_replicated)
         self._stopping = asyncio.Event()
         self._state = "starting"
@@ -66,30 +67,20 @@ class Ledger:
         return self._state
 
     def stop(self) -> None:
+        """End ``run`` once the batch in hand is done."""
+        self._state = "stopping"
         self._stopping.set()
 
-    async def run(self) -> bool:
-        self._bus = bus = await Bus.connect(self._config.nats_url, name=ids.incarnation("ledger"), inbox="ledger")
-        lost = asyncio.create_task(bus.closed.wait())
-        stopped = asyncio.create_task(self._stopping.wait())
-        work = asyncio.create_task(self._work())
+    async def run(self) -> None:
+        """Serve until ``stop``; raises what broke."""
         try:
-            await asyncio.wait([lost, stopped, work], return_when=asyncio.FIRST_COMPLETED)
-            self._state = "stopping"
-            self._stopping.set()
-            await work  # ends by itself now; raises what it ended with
-            return not bus.closed.is_set()
+            await self._work()
         finally:
-            for task in (lost, stopped):
-                task.cancel()
-            await bus.close()
             if self._door is not None:
                 await asyncio.to_thread(self._door.close)
             await self._store.close()
 
     async def _work(self) -> None:
-        for line in await topology.ensure(self._bus):
-            log.warning("topology_drift", difference=line)
         if not await self._open():
             return
         self._budgets = Budgets(self._bus, self._store)

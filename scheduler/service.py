@@ -514,16 +514,19 @@ class Scheduler:
         self._terms: dict[str, Term] = {}
         self._candidates: dict[str, asyncio.Task[None]] = {}
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stopping = asyncio.Event()
         Collector(lambda: [term.core for term in self._terms.values()]).register()
 
     def not_ready(self) -> str:
         """Why the process cannot do its part, or an empty string; a standby is ready."""
         return "" if self._bus.connected else "not connected to the bus"
 
-    async def run(self, stop: asyncio.Event) -> None:
+    def stop(self) -> None:
+        """End ``run``; what is owned is released for the standbys."""
+        self._stopping.set()
+
+    async def run(self) -> None:
         """Until ``stop``; raises what broke a core."""
-        for line in await topology.ensure(self._bus):
-            log.warning("topology_drift", drift=line)
         async with AsyncExitStack() as stack:
             for bucket, handler in (
                 (topology.TENANTS, self._on_tenant),
@@ -531,15 +534,14 @@ class Scheduler:
                 (topology.MODELS, self._on_manifest),
             ):
                 await stack.enter_async_context(_closing(await self._bus.kv_watch(bucket, handler)))
-            stopping = asyncio.create_task(stop.wait())
-            closed = asyncio.create_task(self._bus.closed.wait())
+            stopping = asyncio.create_task(self._stopping.wait())
             try:
-                waiting: set[asyncio.Future[Any]] = {stopping, closed, self._broken}
+                waiting: set[asyncio.Future[Any]] = {stopping, self._broken}
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 if self._broken.done():
                     self._broken.result()
             finally:
-                tasks = [stopping, closed, *self._candidates.values()]
+                tasks = [stopping, *self._candidates.values()]
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)

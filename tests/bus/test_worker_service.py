@@ -22,10 +22,10 @@ from contracts.messages.frames import EndData, ErrorData, Frame, FramesAnswer, F
 from contracts.messages.records import Manifest
 from contracts.messages.request import Reply, RequestEnvelope, WorkItem
 from tests.support.nats_server import NatsServer, free_port
-from worker.__main__ import build_engine
 from worker.config import WorkerConfig
 from worker.engines import supervisor
 from worker.engines.base import Engine, EngineFailure
+from worker.engines.build import build_engine
 from worker.engines.simulated.engine import SimConfig, SimulatedEngine
 from worker.service import Worker
 
