@@ -1,6 +1,6 @@
 """Measures the ledger: events per second into chDB, rows per batch, delay of a lone event, time of questions.
 
-``python tests/bench/bench_ledger.py [EVENTS]``. Starts a nats-server and a ledger of its own; asserts nothing but
+``python -m tests.bench.bench_ledger [EVENTS]``. Starts a nats-server and a ledger of its own; asserts nothing but
 that the totals are exact.
 """
 
@@ -8,7 +8,6 @@ import asyncio
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -27,14 +26,9 @@ from contracts.messages.attempts import AttemptEvent
 from contracts.messages.usage import UsageAnswer, UsageDimension, UsageQuery
 from ledger.core import rows as attempt_rows
 from ledger.store import Store
+from tests.support.nats_server import free_port
 
 ROOT = Path(__file__).parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def events(count: int) -> list[AttemptEvent]:

@@ -25,7 +25,8 @@ from contracts import clock, ids, subjects, topology
 from contracts.bus import Bus, BusError
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.usage import UsageAnswer, UsageQuery
-from tests.bench.bench_ledger import free_port, launch, metric, subject, until
+from tests.bench.bench_ledger import launch, metric, subject, until
+from tests.support.nats_server import free_port
 
 BRIDGE = Path(__file__).parents[1] / "support" / "clickhouse_http.py"
 KILLS = 5

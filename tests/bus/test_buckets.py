@@ -10,7 +10,7 @@ from contracts.bus import Bus, BusError, KvEntry, StreamFull, WrongSequence
 from contracts.topology import BODIES, KEYS, LEASES
 from tests.support.bus import Connect
 from tests.support.nats_server import NatsServer
-from tests.support.polling import eventually
+from tests.support.polling import until
 
 
 class View:
@@ -69,9 +69,9 @@ async def test_a_lease_expires_is_seen_to_and_is_taken_over(bus: Bus) -> None:
     view = View()
     await bus.kv_watch(LEASES, view.tell)
     held = await bus.kv_create(LEASES, "m", b"old", ttl_s=1)
-    await eventually(lambda: view.keys == {"m": b"old"})
+    await until(lambda: view.keys == {"m": b"old"})
     held = await bus.kv_update(LEASES, "m", b"old", revision=held, ttl_s=1)
-    await eventually(lambda: view.keys == {})
+    await until(lambda: view.keys == {})
     assert await bus.kv_get(LEASES, "m") is None
     assert await bus.kv_all(LEASES) == {}
     takers = await asyncio.gather(
@@ -80,7 +80,7 @@ async def test_a_lease_expires_is_seen_to_and_is_taken_over(bus: Bus) -> None:
     assert [type(taker) for taker in takers].count(WrongSequence) == 4
     with pytest.raises(WrongSequence):
         await bus.kv_update(LEASES, "m", b"old", revision=held, ttl_s=5)
-    await eventually(lambda: len(view.keys) == 1)
+    await until(lambda: len(view.keys) == 1)
 
 
 async def test_a_lease_that_is_refreshed_stays(bus: Bus) -> None:
@@ -118,7 +118,7 @@ async def test_a_watch_first_tells_what_is_there_then_every_change(bus: Bus) -> 
     await bus.kv_put(KEYS, "k.1", b"new")
     await bus.kv_delete(KEYS, "k.2")
     await bus.kv_put(KEYS, "other.a", b"x")
-    await eventually(lambda: view.told == 52 and narrow.keys == {"other.a": b"x"})
+    await until(lambda: view.told == 52 and narrow.keys == {"other.a": b"x"})
     assert view.keys["k.1"] == b"new" and "k.2" not in view.keys
 
 
@@ -131,15 +131,15 @@ async def test_a_watch_goes_on_soon_after_a_restart_and_tells_only_what_changed(
         await bus.kv_put(KEYS, key, b"1")
     await bus.kv_watch(KEYS, view.tell)
     nats.stop()
-    await eventually(lambda: not bus.connected)
+    await until(lambda: not bus.connected)
     nats.start()
     writer = await connect()
     await writer.kv_delete(KEYS, "goes")
     await writer.purge(f"KV_{KEYS}", f"$KV.{KEYS}.goes")  # no marker tells of it
     await writer.kv_put(KEYS, "changes", b"2")
-    await eventually(lambda: view.keys == {"stays": b"1", "changes": b"2"})
+    await until(lambda: view.keys == {"stays": b"1", "changes": b"2"})
     await writer.kv_put(KEYS, "live", b"3")
-    await eventually(lambda: "live" in view.keys)
+    await until(lambda: "live" in view.keys)
     assert view.told == 6
 
 
@@ -153,7 +153,7 @@ async def test_a_watch_survives_a_raising_handler(bus: Bus) -> None:
     await bus.kv_put(KEYS, "a", b"")
     await bus.kv_watch(KEYS, bad)
     await bus.kv_put(KEYS, "b", b"")
-    await eventually(lambda: keys == ["a", "b"])
+    await until(lambda: keys == ["a", "b"])
 
 
 async def test_a_watch_of_a_wiped_store_tells_that_all_is_gone(nats: NatsServer, bus: Bus) -> None:
@@ -163,10 +163,10 @@ async def test_a_watch_of_a_wiped_store_tells_that_all_is_gone(nats: NatsServer,
     await bus.kv_watch(KEYS, view.tell)
     created = await bus.kv_created_ns(KEYS)
     nats.wipe()
-    await eventually(lambda: bus.reconnects == 1)
+    await until(lambda: bus.reconnects == 1)
     await topology.ensure(bus)
     await bus.kv_put(KEYS, "b", b"2")  # revision 1 again
-    await eventually(lambda: view.keys == {"b": b"2"})
+    await until(lambda: view.keys == {"b": b"2"})
     assert await bus.kv_created_ns(KEYS) > created
 
 

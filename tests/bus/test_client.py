@@ -14,6 +14,7 @@ from contracts.messages.control import CancelAnswer, CancelRequest, StatusAnswer
 from contracts.messages.frames import EndData, ErrorData, Frame, FrameKind, FramesAnswer, FramesRequest, ReplyMessage
 from contracts.messages.request import SubmitAnswer, SubmitRequest
 from tests.support.nats_server import NatsServer
+from tests.support.polling import until
 
 encode = msgspec.json.encode
 decode = msgspec.json.decode
@@ -129,12 +130,6 @@ class Service:
             return SubmitAnswer(admitted=False, request_id=request_id, error=error)
 
         return act
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture

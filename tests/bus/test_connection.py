@@ -9,7 +9,7 @@ import pytest
 from contracts.bus import Bus, BusError, Incoming, NoResponder, TooLarge, Unavailable, session
 from tests.support.bus import Connect, Link
 from tests.support.nats_server import NatsServer, free_port
-from tests.support.polling import eventually, metric
+from tests.support.polling import metric, until
 
 
 async def test_a_subscription_is_live_when_subscribe_returns(connect: Connect) -> None:
@@ -34,7 +34,7 @@ async def test_many_subscriptions_at_once_are_live(connect: Connect) -> None:
         await speaker.publish(f"first.{number}", b"")
 
     await asyncio.gather(*(first(number) for number in range(500)))
-    await eventually(lambda: len(got) == 500)
+    await until(lambda: len(got) == 500)
 
 
 async def test_a_late_pong_does_not_leave_the_connection_deaf(connect: Connect) -> None:
@@ -47,10 +47,10 @@ async def test_a_late_pong_does_not_leave_the_connection_deaf(connect: Connect) 
         with contextlib.suppress(Exception):
             await bus._client.flush(timeout=1e-6)
     assert bus.connected
-    await eventually(lambda: bus.reconnects == 1)
+    await until(lambda: bus.reconnects == 1)
     assert metric("headrace_bus_dead_loops_total") == revived + 1
     await bus.publish("a", b"heard")
-    await eventually(lambda: got == [b"heard"])
+    await until(lambda: got == [b"heard"])
 
 
 async def test_a_malformed_message_of_a_stranger_does_not_leave_the_connection_deaf(
@@ -61,18 +61,18 @@ async def test_a_malformed_message_of_a_stranger_does_not_leave_the_connection_d
     await bus.subscribe("a", lambda message: got.append(message.data))
     with socket.create_connection(("127.0.0.1", nats.port)) as stranger:
         stranger.sendall(b'CONNECT {"headers":true,"verbose":false}\r\nHPUB a 8 8\r\nNATS/1.0\r\nPING\r\n')
-        await eventually(lambda: bus.reconnects == 1)
+        await until(lambda: bus.reconnects == 1)
     await bus.publish("a", b"heard")
-    await eventually(lambda: got == [b"heard"])
+    await until(lambda: got == [b"heard"])
 
 
 async def test_a_reconnect_that_died_is_started_again(nats: NatsServer, connect: Connect) -> None:
     bus = await connect()
     nats.stop()
-    await eventually(lambda: bus._client.is_reconnecting)
+    await until(lambda: bus._client.is_reconnecting)
     bus._client._reconnection_task.cancel()
     nats.start()
-    await eventually(lambda: bus.reconnects == 1)
+    await until(lambda: bus.reconnects == 1)
     assert bus.connected
 
 
@@ -85,11 +85,11 @@ async def test_a_clogged_link_is_given_up(link: Link, connect: Connect, monkeypa
     for _ in range(12):
         with contextlib.suppress(Unavailable):
             await bus.publish("a", bytes(1_000_000))
-    await eventually(lambda: bus.reconnects == 1, 10)
+    await until(lambda: bus.reconnects == 1)
     got: list[bytes] = []
     await bus.subscribe("b", lambda message: got.append(message.data))
     await bus.publish("b", b"through")
-    await eventually(lambda: got == [b"through"])
+    await until(lambda: got == [b"through"])
 
 
 @pytest.mark.parametrize("send", ["publish", "request", "store"])
@@ -118,7 +118,7 @@ async def test_the_size_limit_is_the_servers_to_the_byte(connect: Connect) -> No
     await bus.publish("a", bytes(bus.max_payload))
     with pytest.raises(TooLarge):
         await bus.publish("a", bytes(bus.max_payload + 1))
-    await eventually(lambda: len(got) == 2)
+    await until(lambda: len(got) == 2)
     assert bus.reconnects == 0
 
 
@@ -153,7 +153,7 @@ async def test_a_raising_handler_costs_one_message(connect: Connect, error: Base
     await bus.subscribe("a", plain if how == "plain" else awaited, concurrent=how == "concurrent")
     for data in (b"1", b"bad", b"2"):
         await bus.publish("a", data)
-    await eventually(lambda: got == [b"1", b"2"])
+    await until(lambda: got == [b"1", b"2"])
     assert metric("headrace_bus_handler_errors_total") == failed + 1
     assert bus.reconnects == 0
 
@@ -172,9 +172,9 @@ async def test_a_raising_reconnect_callback_stops_nothing(nats: NatsServer, conn
     bus.on_reconnect(bad)
     bus.on_reconnect(good)
     nats.restart()
-    await eventually(lambda: called == [1])
+    await until(lambda: called == [1])
     nats.restart()
-    await eventually(lambda: called == [1, 2])
+    await until(lambda: called == [1, 2])
 
 
 async def test_awaited_handlers_keep_the_order_and_concurrent_ones_are_bounded(connect: Connect) -> None:
@@ -197,8 +197,8 @@ async def test_awaited_handlers_keep_the_order_and_concurrent_ones_are_bounded(c
     counting = await bus.subscribe("a", count, concurrent=True, limit=4)
     for number in range(20):
         await bus.publish("a", b"%d" % number)
-    await eventually(lambda: done == list(range(20)))
-    await eventually(lambda: peak == 4 and running == 0)
+    await until(lambda: done == list(range(20)))
+    await until(lambda: peak == 4 and running == 0)
     await counting.close()
 
 
@@ -221,13 +221,13 @@ async def test_a_slow_consumer_is_counted_and_the_connection_survives(connect: C
     for _ in range(30):
         await speaker.publish("a", bytes(100_000))
     await speaker.publish("b", b"fine")
-    await eventually(lambda: other == [b"fine"])
+    await until(lambda: other == [b"fine"])
     assert subscription.dropped > 0
     assert metric("headrace_bus_slow_consumer_drops_total") == dropped + subscription.dropped
     go_on.set()
-    await eventually(lambda: got == 30 - subscription.dropped)
+    await until(lambda: got == 30 - subscription.dropped)
     await speaker.publish("a", b"")
-    await eventually(lambda: got == 31 - subscription.dropped)
+    await until(lambda: got == 31 - subscription.dropped)
     assert bus.reconnects == 0 and bus.connected
 
 
@@ -260,7 +260,7 @@ async def test_a_reply_subject_cannot_make_us_publish_anywhere(bus: Bus) -> None
 
     await bus.subscribe("echo", answer)
     await bus._client.publish("echo", b"", reply="attempt.v1.m.forged.1")
-    await eventually(lambda: metric("headrace_bus_replies_refused_total") == refused + 1)
+    await until(lambda: metric("headrace_bus_replies_refused_total") == refused + 1)
     await bus._barrier()
     assert await bus.last("ATTEMPTS", "attempt.v1.m.forged.1") is None
 
@@ -271,18 +271,18 @@ async def test_subscriptions_go_on_after_a_restart_of_the_server(nats: NatsServe
     got: list[bytes] = []
     await bus.subscribe("a", lambda message: got.append(message.data))
     nats.restart()
-    await eventually(lambda: bus.reconnects == 1 and speaker.reconnects == 1)
+    await until(lambda: bus.reconnects == 1 and speaker.reconnects == 1)
     assert metric("headrace_bus_reconnects_total") == reconnects + 2
     await bus._barrier()
     await speaker.publish("a", b"again")
-    await eventually(lambda: got == [b"again"])
+    await until(lambda: got == [b"again"])
 
 
 async def test_subscribing_while_the_server_is_away_waits_for_it(nats: NatsServer, connect: Connect) -> None:
     bus = await connect()
     got: list[bytes] = []
     nats.stop()
-    await eventually(lambda: not bus.connected)
+    await until(lambda: not bus.connected)
     subscribing = asyncio.create_task(bus.subscribe("a", lambda message: got.append(message.data)))
     await asyncio.sleep(0.1)
     assert not subscribing.done()
@@ -290,19 +290,19 @@ async def test_subscribing_while_the_server_is_away_waits_for_it(nats: NatsServe
     await subscribing
     speaker = await connect()
     await speaker.publish("a", b"heard")
-    await eventually(lambda: got == [b"heard"])
+    await until(lambda: got == [b"heard"])
 
 
 async def test_publishing_while_disconnected_is_bounded_and_says_so(nats: NatsServer, connect: Connect) -> None:
     bus = await connect()
     nats.stop()
-    await eventually(lambda: not bus.connected)
+    await until(lambda: not bus.connected)
     for _ in range(20):  # 2 MiB are kept for the reconnect
         await bus.publish("a", bytes(100_000))
     with pytest.raises(Unavailable, match="buffer"):
         await bus.publish("a", bytes(100_000))
     nats.start()
-    await eventually(lambda: bus.connected)
+    await until(lambda: bus.connected)
     await bus.publish("a", b"")
 
 

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from contracts.messages.frames import EndData, ErrorData
 from contracts.messages.request import RequestEnvelope
-from tests.support.gateway_world import K1, MODEL, World, ended, error_of, serve, simulated, until
+from tests.support.gateway_world import K1, MODEL, World, ended, error_of, serve, simulated
+from tests.support.polling import until
 
 TEMPLATE = """{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}
 {%- if tools %}{% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif %}"""

@@ -31,8 +31,8 @@ from tests.support.gateway_world import (
     serve,
     simulated,
     text_of,
-    until,
 )
+from tests.support.polling import until
 
 
 @pytest.fixture

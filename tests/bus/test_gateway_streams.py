@@ -28,8 +28,8 @@ from tests.support.gateway_world import (
     events_of,
     serve,
     text_of,
-    until,
 )
+from tests.support.polling import until
 
 STREAM = BASE | {"stream": True}
 
@@ -191,7 +191,7 @@ async def test_c01_a_hang_up_cancels_the_generation(world: World, stream: bool) 
         assert (await raw.head())[0] == 200
     assert world.cancelled == []
     await raw.close()
-    await until(lambda: len(world.cancelled) == 3, 5)  # Repeated until it is durable.
+    await until(lambda: len(world.cancelled) == 3, limit_s=5)  # Repeated until it is durable.
     assert {cancel.request_id for cancel in world.cancelled} == {world.stored[0].request_id}
     assert world.cancelled[0].reason == "client_disconnected"
     world.play = world.play_hello
@@ -274,7 +274,7 @@ async def test_c16_a_reader_that_is_too_slow_is_cut_off_and_others_are_not(nats_
         await raw.send(f"POST {CHAT} HTTP/1.1\r\nx-request-id: slow\r\ncontent-length: {len(data)}", data)
         others = await asyncio.gather(*(world.post(STREAM) for _ in range(10)))
         assert all(text_of(events_of(other.text)) == "Hello" for other in others)
-        await until(lambda: world.cancelled, 20)
+        await until(lambda: world.cancelled)
         assert world.cancelled[0].reason == "slow_reader"
         text = b""
         async with asyncio.timeout(20):

@@ -4,13 +4,12 @@ import asyncio
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
@@ -34,25 +33,14 @@ from contracts.messages.usage import (
     UsageQuery,
 )
 from ledger import retention
+from tests.support.nats_server import free_port
+from tests.support.polling import until
 
 ROOT = Path(__file__).parents[2]
 HTTP_SERVER = ROOT / "tests" / "support" / "clickhouse_http.py"
 WAIT_S = 60.0
 
 A = TypeVar("A")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not await condition():
-        assert time.monotonic() < deadline, f"waited {WAIT_S:g} s for {what}"
-        await asyncio.sleep(0.05)
 
 
 class Process:

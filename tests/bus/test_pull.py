@@ -12,7 +12,7 @@ from contracts.bus import Bus, Incoming, NotFound
 from contracts.bus.pull import PULL_EXPIRES_S, Puller, consumer_name
 from tests.support.bus import Connect
 from tests.support.nats_server import NatsServer
-from tests.support.polling import eventually
+from tests.support.polling import until
 
 SUBJECT = "work.v1.m.v.w1"
 
@@ -62,7 +62,7 @@ async def waiting_pulls(bus: Bus) -> int:
 
 async def settled(condition: Callable[[], object]) -> None:
     """The condition holds and goes on to hold for a while."""
-    await eventually(condition)
+    await until(condition)
     await asyncio.sleep(0.1)
     assert condition()
 
@@ -95,7 +95,7 @@ async def test_credit_holds_over_many_expiries_and_small_pulls(bus: Bus, monkeyp
     await publish(bus, *range(5))
     await settled(lambda: worker.taken == list(range(5)))
     await asyncio.sleep(0.3)
-    await eventually(lambda: 2 <= puller._asked_total <= 3)
+    await until(lambda: 2 <= puller._asked_total <= 3)
     await publish(bus, *range(5, 20))
     await settled(lambda: worker.taken == list(range(8)))
     assert worker.most == 8
@@ -117,7 +117,7 @@ async def test_an_awaited_handler_counts_as_in_hand(bus: Bus) -> None:
         done.append(int(message.data))
 
     await bus.pull(topology.WORK, "w-1", SUBJECT, work, ack_wait_s=60, credit=lambda: 2)
-    await eventually(lambda: done == list(range(6)))
+    await until(lambda: done == list(range(6)))
     assert most == 1
 
 
@@ -140,7 +140,7 @@ async def test_a_raising_handler_or_credit_stops_nothing(bus: Bus) -> None:
     puller = await bus.pull(topology.WORK, "w-1", SUBJECT, bad_handler, ack_wait_s=60, credit=bad_credit)
     await publish(bus, 0, 1, 2)
     puller.poke()
-    await eventually(lambda: taken == [0, 2])
+    await until(lambda: taken == [0, 2])
 
 
 @pytest.mark.parametrize("recreate", [False, True])
@@ -148,11 +148,11 @@ async def test_goes_on_within_two_seconds_of_a_restart(nats: NatsServer, bus: Bu
     worker = Worker(10)
     await worker.start(bus, recreate=recreate)
     await publish(bus, 0)
-    await eventually(lambda: worker.taken == [0])
+    await until(lambda: worker.taken == [0])
     nats.restart()
     began = time.monotonic()
     await publish(bus, 1)
-    await eventually(lambda: 1 in worker.taken)
+    await until(lambda: 1 in worker.taken)
     print(f"went on after {time.monotonic() - began:.2f} s")
     assert set(worker.taken) == {0, 1}
 
@@ -170,10 +170,10 @@ async def test_a_message_sent_into_a_cut_comes_again_after_the_reconnect(bus: Bu
 
     puller._subscription._inner._cb = cut
     await publish(bus, 0)
-    await eventually(lambda: b"0" in lost)
+    await until(lambda: b"0" in lost)
     puller._subscription._inner._cb = receive
     await taking._client.force_reconnect()
-    await eventually(lambda: worker.taken == [0])
+    await until(lambda: worker.taken == [0])
 
 
 async def test_everything_is_taken_through_kills(nats: NatsServer, bus: Bus, connect: Connect) -> None:
@@ -193,7 +193,7 @@ async def test_everything_is_taken_through_kills(nats: NatsServer, bus: Bus, con
         await asyncio.sleep(0.1)
         nats.restart()
     await writing
-    await eventually(lambda: done == set(range(200)), timeout_s=30)
+    await until(lambda: done == set(range(200)), limit_s=30)
 
 
 async def test_a_consumer_deleted_under_a_pull_is_made_anew_at_once(bus: Bus) -> None:
@@ -201,12 +201,12 @@ async def test_a_consumer_deleted_under_a_pull_is_made_anew_at_once(bus: Bus) ->
     worker = Worker(10)
     await worker.start(bus)
     await publish(bus, 0)
-    await eventually(lambda: worker.taken == [0])
+    await until(lambda: worker.taken == [0])
     await bus.api(f"CONSUMER.DELETE.{topology.WORK}.w-1")
     began = time.monotonic()
     await publish(bus, 1)
     # Unacknowledged messages come again from a new consumer; the dying one may still give the second.
-    await eventually(lambda: worker.taken.count(0) == 2 and 1 in worker.taken)
+    await until(lambda: worker.taken.count(0) == 2 and 1 in worker.taken)
     print(f"went on after {time.monotonic() - began:.2f} s")
 
 
@@ -217,28 +217,28 @@ async def test_a_missing_consumer_shows_at_the_next_pull(bus: Bus) -> None:
     await publish(bus, 0)
     worker.slots = 1
     puller.poke()
-    await eventually(lambda: worker.taken == [0])
+    await until(lambda: worker.taken == [0])
 
 
 async def test_recreate_brings_all_unacknowledged_messages_again(bus: Bus) -> None:
     first, second = Worker(10), Worker(10)
     puller = await first.start(bus)
     await publish(bus, 0, 1, 2)
-    await eventually(lambda: first.taken == [0, 1, 2])
+    await until(lambda: first.taken == [0, 1, 2])
     await first.finish(puller)
     await puller.close()
     await second.start(bus, recreate=True)
-    await eventually(lambda: second.taken == [1, 2])
+    await until(lambda: second.taken == [1, 2])
 
 
 async def test_an_ack_of_an_old_delivery_settles_after_the_consumer_was_made_anew(bus: Bus) -> None:
     first, second = Worker(10), Worker(10)
     old = await first.start(bus)
     await publish(bus, 0)
-    await eventually(lambda: first.taken == [0])
+    await until(lambda: first.taken == [0])
     await old.close()
     await second.start(bus, recreate=True)
-    await eventually(lambda: second.taken == [0])
+    await until(lambda: second.taken == [0])
     assert await first.running[0].ack()
     assert [m async for m in bus.read(topology.WORK, ">")] == []
 
@@ -248,7 +248,7 @@ async def test_closing_withdraws_what_was_asked_for(bus: Bus) -> None:
     first, second = Worker(10), Worker(10)
     puller = await first.start(bus)
     await publish(bus, 0)
-    await eventually(lambda: first.taken == [0])
+    await until(lambda: first.taken == [0])
     assert await waiting_pulls(bus) >= 1
     await puller.close()
     await publish(bus, 1)
@@ -261,13 +261,13 @@ async def test_a_wiped_store_is_waited_for(nats: NatsServer, bus: Bus) -> None:
     worker = Worker(10)
     await worker.start(bus)
     await publish(bus, 0)
-    await eventually(lambda: worker.taken == [0])
+    await until(lambda: worker.taken == [0])
     nats.wipe()
-    await eventually(lambda: bus.reconnects == 1)
+    await until(lambda: bus.reconnects == 1)
     await asyncio.sleep(0.3)
     await topology.ensure(bus)
     await publish(bus, 1)
-    await eventually(lambda: worker.taken == [0, 1])
+    await until(lambda: worker.taken == [0, 1])
 
 
 async def test_without_the_stream_the_first_start_says_so(connect: Connect) -> None:
@@ -308,9 +308,9 @@ async def test_batches_are_gathered_by_number_and_by_time(bus: Bus) -> None:
 
     await publish(bus, *range(7))
     await bus.consume_batches(topology.WORK, "ledger", "work.v1.>", write, batch=5, max_wait_s=0.2, ack_wait_s=10)
-    await eventually(lambda: batches == [[0, 1, 2, 3, 4], [5, 6]])
+    await until(lambda: batches == [[0, 1, 2, 3, 4], [5, 6]])
     await publish(bus, 7)
-    await eventually(lambda: batches[2:] == [[7]])
+    await until(lambda: batches[2:] == [[7]])
 
 
 async def test_a_batch_that_failed_comes_again_and_nothing_is_asked_for_meanwhile(bus: Bus) -> None:
@@ -326,7 +326,7 @@ async def test_a_batch_that_failed_comes_again_and_nothing_is_asked_for_meanwhil
 
     await publish(bus, 0, 1)
     await bus.consume_batches(topology.WORK, "ledger", "work.v1.>", write, batch=2, max_wait_s=0.1, ack_wait_s=1)
-    await eventually(lambda: acked >= 2)
+    await until(lambda: acked >= 2)
     assert sizes[0] == 2
     assert [m async for m in bus.read(topology.WORK, ">")] == []
 
@@ -346,11 +346,11 @@ async def test_batches_go_on_after_a_restart_and_end_with_the_connection(
 
     await closing.consume_batches(topology.WORK, "ledger", "work.v1.>", write, batch=10, max_wait_s=0.05, ack_wait_s=2)
     await publish(bus, 0)
-    await eventually(lambda: written == {0})
+    await until(lambda: written == {0})
     nats.restart()
     await publish(bus, *range(1, 20))
-    await eventually(lambda: written == set(range(20)))
+    await until(lambda: written == set(range(20)))
     await publish(bus, 20)
-    await eventually(lambda: 20 in begun)
+    await until(lambda: 20 in begun)
     await closing.close()
     assert 20 in written

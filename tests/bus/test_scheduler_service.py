@@ -18,7 +18,7 @@ from contracts.messages.control import CancelAnswer, CancelRequest, StatusAnswer
 from contracts.messages.records import Manifest
 from contracts.messages.request import Reply, RequestEnvelope
 from tests.support.nats_server import NatsServer
-from tests.support.polling import eventually
+from tests.support.polling import until
 
 MODEL = "m"
 TENANT = "acme"
@@ -87,7 +87,7 @@ async def test_what_nobody_can_read_is_dropped_and_blocks_nothing(bus: Bus, star
     _, answer = await admit(bus)
     assert answer.admitted, answer
     for stream in (topology.REQUESTS, topology.WORK):
-        await eventually(lambda stream=stream: is_empty(bus, stream))
+        await until(lambda stream=stream: is_empty(bus, stream))
     assert logged(tmp_path, "request_undecodable") == 1
     assert logged(tmp_path, "work_undecodable") == 1
 
@@ -119,11 +119,11 @@ async def test_an_end_is_logged_once_whoever_reads_it_later(bus: Bus, start: Sta
     left = CancelRequest(request_id=request_id, reason="client_cancelled")
     cancelled = msgspec.json.decode(await ask(bus, subjects.cancel(MODEL, TENANT), left), type=CancelAnswer)
     assert cancelled.durable and cancelled.outcome == "cancelled"
-    await eventually(lambda: logged(tmp_path, "attempt_ended_by_scheduler") == 1)
+    await until(lambda: logged(tmp_path, "attempt_ended_by_scheduler") == 1)
     first.kill()
     first.wait()
     start()
-    await eventually(lambda: logged(tmp_path, "model_owned") == 2, timeout_s=20.0)
+    await until(lambda: logged(tmp_path, "model_owned") == 2, limit_s=20.0)
     question = StatusRequest(request_id=request_id)
     known = msgspec.json.decode(await ask(bus, subjects.status(MODEL, TENANT), question), type=StatusAnswer)
     assert (known.state, known.outcome) == ("ended", "cancelled"), "the new owner has read the event"

@@ -18,7 +18,7 @@ from contracts.bus import (
 )
 from tests.support.bus import Connect
 from tests.support.nats_server import NatsServer
-from tests.support.polling import eventually, metric
+from tests.support.polling import metric, until
 
 EVENT = "attempt.v1.m.r.1"
 
@@ -50,7 +50,7 @@ async def test_a_store_over_a_freeze_is_tried_again_with_the_same_id(nats: NatsS
     retries = metric("headrace_bus_store_retries_total")
     nats.freeze()
     storing = asyncio.create_task(bus.store(EVENT, b"1", msg_id="r.1"))
-    await eventually(lambda: metric("headrace_bus_store_retries_total") > retries)
+    await until(lambda: metric("headrace_bus_store_retries_total") > retries)
     nats.thaw()
     assert (await storing).seq == 1
     assert await stored(bus) == [b"1"]
@@ -197,7 +197,7 @@ async def test_reading_goes_on_over_a_restart(nats: NatsServer, bus: Bus) -> Non
 
 async def test_a_missing_stream_is_a_clear_error(nats: NatsServer, bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     nats.wipe()
-    await eventually(lambda: bus.reconnects == 1)
+    await until(lambda: bus.reconnects == 1)
     with pytest.raises(Unconfirmed, match="not confirmed"):
         await bus.store(EVENT, b"1", msg_id="r.1", timeout_s=0.5)
     with pytest.raises(NotFound, match="stream not found"):

@@ -9,7 +9,7 @@ from contracts import topology
 from contracts.bus import Bus, Incoming, NotFound
 from tests.support.bus import Connect
 from tests.support.nats_server import NatsServer
-from tests.support.polling import eventually
+from tests.support.polling import until
 
 STREAM = topology.ATTEMPTS
 
@@ -45,9 +45,9 @@ async def test_starts_at_new_at_a_sequence_or_at_a_time(bus: Bus) -> None:
     await bus.tail(STREAM, "attempt.v1.>", by_seq.take, start_seq=2)
     await bus.tail(STREAM, "attempt.v1.>", by_time.take, start_at_ms=moment)
     await store(bus, 4)
-    await eventually(lambda: new.numbers == [4])
-    await eventually(lambda: by_seq.numbers == [2, 3, 4])
-    await eventually(lambda: by_time.numbers == [3, 4])
+    await until(lambda: new.numbers == [4])
+    await until(lambda: by_seq.numbers == [2, 3, 4])
+    await until(lambda: by_time.numbers == [3, 4])
     assert by_seq.pending[:2] == [1, 0]
 
 
@@ -66,7 +66,7 @@ async def test_goes_on_over_restarts_without_loss_or_repetition(nats: NatsServer
         await asyncio.sleep(0.1)
         nats.restart()
     await writing
-    await eventually(lambda: len(reader.numbers) >= 300 and len(slow.numbers) >= 300)
+    await until(lambda: len(reader.numbers) >= 300 and len(slow.numbers) >= 300)
     assert reader.numbers == slow.numbers == list(range(300))
 
 
@@ -77,11 +77,11 @@ async def test_nothing_that_came_during_the_outage_is_missed_before_any_message_
     reader = Reader()
     await bus.tail(STREAM, "attempt.v1.>", reader.take)
     nats.stop()
-    await eventually(lambda: not bus.connected)
+    await until(lambda: not bus.connected)
     nats.start()
     writer = await connect()
     await store(writer, 2)
-    await eventually(lambda: reader.numbers == [2])
+    await until(lambda: reader.numbers == [2])
 
 
 async def test_resumes_within_two_seconds_of_a_restart(nats: NatsServer, bus: Bus) -> None:
@@ -90,7 +90,7 @@ async def test_resumes_within_two_seconds_of_a_restart(nats: NatsServer, bus: Bu
     nats.restart()
     began = time.monotonic()
     await store(bus, 1)
-    await eventually(lambda: reader.numbers == [1])
+    await until(lambda: reader.numbers == [1])
     print(f"resumed after {time.monotonic() - began:.2f} s")
 
 
@@ -100,7 +100,7 @@ async def test_a_consumer_that_vanishes_is_made_anew(bus: Bus) -> None:
     (consumer,) = await consumers(bus)
     await bus.api(f"CONSUMER.DELETE.{STREAM}.{consumer}")
     await store(bus, 1)
-    await eventually(lambda: reader.numbers == [1])
+    await until(lambda: reader.numbers == [1])
 
 
 async def test_a_message_lost_among_others_is_noticed_by_the_next_one(bus: Bus) -> None:
@@ -114,7 +114,7 @@ async def test_a_message_lost_among_others_is_noticed_by_the_next_one(bus: Bus) 
 
     tail._inbox._inner._cb = lossy
     await store(bus, 1, 2, 3)
-    await eventually(lambda: len(reader.numbers) == 3)
+    await until(lambda: len(reader.numbers) == 3)
     assert reader.numbers == [1, 2, 3]
 
 
@@ -122,12 +122,12 @@ async def test_a_lost_message_is_noticed_by_the_next_heartbeat(bus: Bus) -> None
     reader = Reader()
     tail = await bus.tail(STREAM, "attempt.v1.>", reader.take)
     await store(bus, 1)
-    await eventually(lambda: reader.numbers == [1])
+    await until(lambda: reader.numbers == [1])
     inbox, tail._inbox._inner._cb = tail._inbox, _deaf  # the next message gets lost on its way
     await store(bus, 2)
-    await eventually(lambda: tail._inbox is not inbox)
+    await until(lambda: tail._inbox is not inbox)
     await store(bus, 3)
-    await eventually(lambda: reader.numbers == [1, 2, 3])
+    await until(lambda: reader.numbers == [1, 2, 3])
 
 
 async def _deaf(message: Incoming) -> None:
@@ -146,7 +146,7 @@ async def test_a_slow_handler_holds_the_server_back_and_keeps_its_consumer(bus: 
 
     tail = await bus.tail(STREAM, "attempt.v1.>", slow_first, start_seq=1)
     consumer = tail._consumer
-    await eventually(lambda: len(reader.numbers) == 50)
+    await until(lambda: len(reader.numbers) == 50)
     assert tail._consumer == consumer
 
 
@@ -160,20 +160,20 @@ async def test_a_raising_handler_costs_one_message(bus: Bus) -> None:
 
     await bus.tail(STREAM, "attempt.v1.>", bad)
     await store(bus, 1, 2, 3)
-    await eventually(lambda: reader.numbers == [1, 3])
+    await until(lambda: reader.numbers == [1, 3])
 
 
 async def test_a_wiped_store_is_waited_for_and_then_read_from_its_start(nats: NatsServer, bus: Bus) -> None:
     reader = Reader()
     await bus.tail(STREAM, "attempt.v1.>", reader.take)
     await store(bus, 1, 2, 3)
-    await eventually(lambda: reader.numbers == [1, 2, 3])
+    await until(lambda: reader.numbers == [1, 2, 3])
     nats.wipe()
-    await eventually(lambda: bus.reconnects == 1)
+    await until(lambda: bus.reconnects == 1)
     await asyncio.sleep(0.3)
     await topology.ensure(bus)
     await store(bus, 4)
-    await eventually(lambda: reader.numbers == [1, 2, 3, 4])
+    await until(lambda: reader.numbers == [1, 2, 3, 4])
 
 
 async def test_without_the_stream_the_first_start_says_so(connect: Connect) -> None:
@@ -191,8 +191,8 @@ async def test_leaves_no_consumers_behind(nats: NatsServer, bus: Bus, connect: C
     assert len(await consumers(bus)) == 4
     for tail in tails:
         tail._break("test")  # made anew
-    await eventually(lambda: all(not tail._broken for tail in tails))
-    await eventually(lambda: len(bus._tasks) == len(bus._readers) + 1)
+    await until(lambda: all(not tail._broken for tail in tails))
+    await until(lambda: len(bus._tasks) == len(bus._readers) + 1)
     assert len(await consumers(bus)) == 4
     for tail in tails:
         await tail.close()

@@ -22,6 +22,7 @@ from contracts.messages.frames import EndData, ErrorData, Frame, FramesAnswer, F
 from contracts.messages.records import Manifest
 from contracts.messages.request import Reply, RequestEnvelope, WorkItem
 from tests.support.nats_server import NatsServer, free_port
+from tests.support.polling import until
 from worker.config import WorkerConfig
 from worker.engines import supervisor
 from worker.engines.base import Engine, EngineFailure
@@ -39,15 +40,6 @@ MANIFEST = Manifest(
     default_output_tokens=16,
     tokenizer_fingerprint="ours",
 )
-
-
-async def until(condition: Callable[[], Any], what: str = "") -> Any:
-    """The condition's first true value; fails after WAIT_S."""
-    deadline = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, what or "waited in vain"
-        await asyncio.sleep(0.005)
-    return value
 
 
 class Harness:

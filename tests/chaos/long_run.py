@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 
 from contracts.messages.attempts import AttemptEvent
-from tests.support.cluster import Call, Cluster, Service, until
+from tests.support.cluster import Call, Cluster, Service
 from tests.support.nats_server import nats_server_binary
+from tests.support.polling import until
 
 CLUSTER = {
     "gateways": 2,

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from tests.support.cluster import Call, Cluster, Service, counted, until
+from tests.support.cluster import Call, Cluster, Service, counted
+from tests.support.polling import until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]
 CLUSTER = {"gateways": 2, "schedulers": 2, "workers": 2, "sim_slots": 3, "sim_itl_ms": 20}

@@ -13,7 +13,8 @@ from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.base import Codec
 from contracts.messages.control import CancelAnswer, CancelRequest
 from contracts.messages.request import RequestEnvelope
-from tests.support.cluster import MODEL, TENANT, Call, Cluster, envelope, until
+from tests.support.cluster import MODEL, TENANT, Call, Cluster, envelope
+from tests.support.polling import until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]
 CLUSTER = {"sim_slots": 2, "sim_itl_ms": 20}

@@ -17,7 +17,8 @@ from contracts.bus import BusError
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.records import TenantLimits
 from contracts.messages.usage import ExplainAnswer
-from tests.support.cluster import TENANT, Call, Cluster, Service, until
+from tests.support.cluster import TENANT, Call, Cluster, Service
+from tests.support.polling import until
 from tests.support.stack import headrace
 
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]

@@ -13,7 +13,8 @@ from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.base import Codec
 from contracts.messages.control import CancelAnswer, CancelRequest
 from contracts.messages.request import RequestEnvelope
-from tests.support.cluster import MODEL, TENANT, Cluster, Gateway, chat, counted, envelope, until
+from tests.support.cluster import MODEL, TENANT, Cluster, Gateway, chat, counted, envelope
+from tests.support.polling import until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]
 CLUSTER = {"gateways": 2, "workers": 1, "sim_slots": 32, "sim_itl_ms": 20, "grace_s": 3}

@@ -9,7 +9,8 @@ from typing import Any
 
 import httpx
 
-from tests.support.stack import Stack, StartStack, until
+from tests.support.polling import wait_until
+from tests.support.stack import Stack, StartStack
 
 HELLO = [{"role": "user", "content": "one two three"}]
 
@@ -55,25 +56,25 @@ def running(stack: Stack) -> tuple[int, int]:
 def test_queued_and_running_requests_survive_the_death_of_their_scheduler(start_stack: StartStack) -> None:
     stack = start_stack("--schedulers", "2", "--sim-slots", "2")
     threads, answers = in_background(stack, 6, max_tokens=150)
-    until(lambda: running(stack) == (2, 4), "two run and four wait")
+    wait_until(lambda: running(stack) == (2, 4), "two run and four wait")
     before = owner(stack)
     killed_at = time.monotonic()
     os.kill(owner_pid(stack), signal.SIGKILL)
 
-    until(lambda: owner(stack) not in ("", before), "the standby owns the model", 30)
+    wait_until(lambda: owner(stack) not in ("", before), "the standby owns the model", 30)
     print(f"takeover: the standby answered {time.monotonic() - killed_at:.1f} s after the kill")
     for thread in threads:
         thread.join(60)
     expected = " ".join(f"t{number}" for number in range(150))
     assert [answer.status_code for answer in answers] == [200] * 6
     assert {answer.json()["choices"][0]["message"]["content"] for answer in answers} == {expected}
-    until(lambda: running(stack) == (0, 0), "nothing is left")
+    wait_until(lambda: running(stack) == (0, 0), "nothing is left")
 
 
 def test_a_frozen_owner_that_wakes_up_has_no_say(start_stack: StartStack) -> None:
     stack = start_stack("--schedulers", "2", "--sim-slots", "2")
     threads, answers = in_background(stack, 4, max_tokens=300)
-    until(lambda: running(stack) == (2, 2), "two run and two wait")
+    wait_until(lambda: running(stack) == (2, 2), "two run and two wait")
     frozen = owner_pid(stack)
     os.kill(frozen, signal.SIGSTOP)
     time.sleep(6)
@@ -82,13 +83,13 @@ def test_a_frozen_owner_that_wakes_up_has_no_say(start_stack: StartStack) -> Non
         thread.join(60)
     assert [answer.status_code for answer in answers] == [200] * 4, [answer.text for answer in answers]
     assert ask(stack, max_tokens=1).status_code == 200
-    until(lambda: running(stack) == (0, 0), "nothing is left")
+    wait_until(lambda: running(stack) == (0, 0), "nothing is left")
 
 
 def test_one_scheduler_frozen_for_ten_seconds_loses_no_worker(start_stack: StartStack) -> None:
     stack = start_stack("--sim-slots", "2")
     threads, answers = in_background(stack, 2, max_tokens=800)
-    until(lambda: running(stack) == (2, 0), "both run")
+    wait_until(lambda: running(stack) == (2, 0), "both run")
     (pid,) = stack.run.pids["scheduler"]
     os.kill(pid, signal.SIGSTOP)
     time.sleep(10)

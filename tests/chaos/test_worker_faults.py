@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from tests.support.cluster import Cluster, Service, counted, until
+from tests.support.cluster import Cluster, Service, counted
+from tests.support.polling import until
 from tests.support.stack import headrace
 
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]

@@ -12,7 +12,8 @@ import pytest
 
 from contracts import topology
 from contracts.bus import Bus
-from tests.support.stack import Stack, StartStack, until
+from tests.support.polling import wait_until
+from tests.support.stack import Stack, StartStack
 
 HELLO = [{"role": "user", "content": "one two three"}]
 
@@ -35,7 +36,7 @@ def of_request(stack: Stack, request_id: str, count: int) -> list[dict[str, Any]
         own = [event for event in attempts(stack) if event["request_id"] == request_id]
         return own if len(own) >= count else []
 
-    return sorted(until(found, f"{count} attempts of {request_id}"), key=lambda event: event["attempt"])
+    return sorted(wait_until(found, f"{count} attempts of {request_id}"), key=lambda event: event["attempt"])
 
 
 def busy_pid(stack: Stack) -> int | None:
@@ -78,7 +79,7 @@ def test_before_the_first_token_another_worker_answers(two_workers: Stack, strea
     }
     got: dict[str, Any] = {}
     thread = post(stack, body, got)
-    pid = until(lambda: busy_pid(stack), "a worker holds the request")
+    pid = wait_until(lambda: busy_pid(stack), "a worker holds the request")
     os.kill(pid, signal.SIGKILL)
     thread.join(60)
     response: httpx.Response = got["response"]
@@ -105,7 +106,7 @@ def test_after_tokens_the_stream_ends_with_an_error_event(two_workers: Stack) ->
             if line.startswith("data: "):
                 blocks.append(line[6:])
             if len(blocks) > 60 and not killed:
-                os.kill(until(lambda: busy_pid(stack), "a worker holds the request"), signal.SIGKILL)
+                os.kill(wait_until(lambda: busy_pid(stack), "a worker holds the request"), signal.SIGKILL)
                 killed = True
         request_id = response.headers["x-request-id"]
     last = json.loads(blocks[-1])
@@ -135,4 +136,4 @@ def test_a_request_that_kills_workers_is_tried_twice_and_its_neighbours_answer(t
                 "/v1/chat/completions", json={"model": stack.model, "messages": HELLO, "max_tokens": 2}
             ).is_success
 
-    until(served, "the stack still serves", 20)
+    wait_until(served, "the stack still serves", 20)

@@ -6,6 +6,7 @@ import pytest
 
 from contracts.messages.base import Endpoint
 from tests.support.asking import MODEL, SLOTS, Answer, Asker
+from tests.support.polling import until
 from worker.engines.base import Counts, EngineFailure
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -98,7 +99,7 @@ async def test_closing_frees_everything_at_once(asker: Asker, stream: bool) -> N
     counts = Counts()
     stream_of = asker.engine.generate(asker.job(stream, max_tokens=4000), counts)
     waiting = asyncio.ensure_future(anext(stream_of))
-    await asker.until(lambda: counts.completion_tokens > 0 and asker.engine.stats().running == 1)
+    await until(lambda: counts.completion_tokens > 0 and asker.engine.stats().running == 1)
     if stream:
         await waiting
         await stream_of.aclose()
@@ -158,7 +159,7 @@ async def test_more_than_the_slots_wait_and_all_are_answered(asker: Asker) -> No
     await asker.until_idle()
     jobs = [asker.job(True, max_tokens=60) for _ in range(SLOTS + 3)]
     answers = [asyncio.ensure_future(asker.ask(job)) for job in jobs]
-    await asker.until(lambda: asker.engine.stats().running == SLOTS and asker.engine.stats().waiting == 3)
+    await until(lambda: asker.engine.stats().running == SLOTS and asker.engine.stats().waiting == 3)
     done: list[Answer] = await asyncio.gather(*answers)
     assert {answer.counts.completion_tokens for answer in done} == {60}
     await asker.until_idle()

@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support.asking import MODEL, SLOTS, VLLM_MARKS, Asker
+from tests.support.polling import until
 from worker.engines.base import Counts, EngineFailure
 from worker.engines.vllm.engine import VllmConfig, VllmEngine
 
@@ -100,7 +101,7 @@ async def _ends(vllm: Asker, stream: bool) -> EngineFailure:
 
 async def test_a_dead_engine_fails_what_it_ran_and_can_be_rebuilt(vllm: Asker) -> None:
     running = [asyncio.ensure_future(_ends(vllm, stream)) for stream in (True, False)]
-    await vllm.until(lambda: vllm.engine.stats().running == 2)
+    await until(lambda: vllm.engine.stats().running == 2)
     (core,) = [it for it in _processes() if "EngineCore" in it.name()]
     core.send_signal(signal.SIGKILL)
     for failure in await asyncio.wait_for(asyncio.gather(*running), 30):
@@ -122,7 +123,7 @@ async def test_a_dead_engine_fails_what_it_ran_and_can_be_rebuilt(vllm: Asker) -
 async def test_a_hanging_engine_fails_its_check_and_is_killed_by_close(vllm: Asker) -> None:
     counts = Counts()
     running = asyncio.ensure_future(_ends(vllm, True))
-    await vllm.until(lambda: vllm.engine.stats().running == 1)
+    await until(lambda: vllm.engine.stats().running == 1)
     processes = _processes()
     for process in processes:
         process.send_signal(signal.SIGSTOP)
@@ -159,7 +160,7 @@ async def test_the_engines_processes_end_with_a_killed_worker(vllm: Asker, model
         started[:] = worker.children(recursive=True)
         return any("EngineCore" in it.name() for it in started)
 
-    await vllm.until(engine_is_there, within_s=300)
+    await until(engine_is_there, limit_s=300)
     worker.kill()
     worker.wait()
-    await vllm.until(lambda: not any(it.is_running() for it in started), within_s=60)
+    await until(lambda: not any(it.is_running() for it in started), limit_s=60)

@@ -6,7 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.stack import Stack, StartStack, until
+from tests.support.polling import wait_until
+from tests.support.stack import Stack, StartStack
 
 HELLO = [{"role": "user", "content": "one two three"}]
 
@@ -24,7 +25,7 @@ def ask(client: httpx.Client, model: str, **fields: Any) -> httpx.Response:
 def new_key(stack: Stack, tenant: str) -> str:
     key: str = stack.cli_json("key", "create", tenant)["key"]
     with stack.client(key) as client:
-        until(lambda: client.get("/v1/models").status_code == 200, "the key works")
+        wait_until(lambda: client.get("/v1/models").status_code == 200, "the key works")
     return key
 
 
@@ -44,9 +45,9 @@ def test_tenants_and_keys_over_http(stack: Stack, admin: httpx.Client) -> None:
     key = admin.post("/admin/v1/keys", json={"tenant": "by-http"})
     assert key.status_code == 201 and key.json()["key"].startswith("hr_")
     with stack.client(key.json()["key"]) as client:
-        until(lambda: client.get("/v1/models").status_code == 200, "the key works", 2)
+        wait_until(lambda: client.get("/v1/models").status_code == 200, "the key works", 2)
         assert admin.delete(f"/admin/v1/keys/{key.json()['id']}").json()["revoked_at_ms"] > 0
-        until(lambda: client.get("/v1/models").status_code == 401, "the key is revoked", 2)
+        wait_until(lambda: client.get("/v1/models").status_code == 401, "the key is revoked", 2)
     assert "by-http" in [t["name"] for t in admin.get("/admin/v1/tenants").json()["data"]]
     assert "hr_" not in admin.get("/admin/v1/keys").text
 
@@ -80,11 +81,11 @@ def test_changed_limits_hold_within_a_second(stack: Stack, admin: httpx.Client) 
             answer = ask(client, stack.model, max_tokens=50)
             return answer.status_code == 400 and answer.json()["error"]["code"] == "request_exceeds_limit"
 
-        until(refused, "the lowered limit holds", 1)
+        wait_until(refused, "the lowered limit holds", 1)
         assert stack.cli_json("tenant", "set", "limited", "--output-tpm", "none")["limits"]["output_tpm"] is None
-        until(lambda: ask(client, stack.model, max_tokens=50).status_code == 200, "it is lifted", 1)
+        wait_until(lambda: ask(client, stack.model, max_tokens=50).status_code == 200, "it is lifted", 1)
         stack.cli_json("tenant", "set", "limited", "--disable")
-        until(lambda: ask(client, stack.model).status_code == 401, "a disabled tenant is out", 1)
+        wait_until(lambda: ask(client, stack.model).status_code == 401, "a disabled tenant is out", 1)
 
 
 def test_two_gateways_admit_exactly_one_of_ten(start_stack: StartStack) -> None:
@@ -122,9 +123,9 @@ def test_an_overloaded_model_falls_back_where_the_tenant_permits_it(start_stack:
     limits = stack.cli_json("model", "limits", "main", "--queued-requests", "0", "--fallbacks", "spare")
     assert (limits["limits"]["queued_requests"], limits["fallbacks"]) == (0, ["spare"])
     with stack.client() as client:
-        until(lambda: ask(client, "main").status_code == 529, "the queue is closed", 2)
+        wait_until(lambda: ask(client, "main").status_code == 529, "the queue is closed", 2)
         stack.cli_json("tenant", "set", "demo", "--fallback")
-        answer = until(lambda: (a := ask(client, "main")).status_code == 200 and a, "the fallback answers", 2)
+        answer = wait_until(lambda: (a := ask(client, "main")).status_code == 200 and a, "the fallback answers", 2)
         assert answer.json()["model"] == "spare"
         stream = ask(client, "main", stream=True)
         assert '"model":"spare"' in stream.text and stream.text.rstrip().endswith("[DONE]")
@@ -133,7 +134,7 @@ def test_an_overloaded_model_falls_back_where_the_tenant_permits_it(start_stack:
     def booked() -> list[dict[str, Any]]:
         return [row for row in stack.cli_json("usage", "--by", "model")["data"] if row["model"] == "spare"]
 
-    assert until(booked, "the ledger says which model answered")[0]["requests"] == 2
+    assert wait_until(booked, "the ledger says which model answered")[0]["requests"] == 2
 
 
 def test_live_queues_show_who_waits(start_stack: StartStack) -> None:
@@ -150,7 +151,7 @@ def test_live_queues_show_who_waits(start_stack: StartStack) -> None:
             tenant: dict[str, Any] = queue["tenants"][0]
             return tenant
 
-        tenant = until(line, "one runs, two wait")
+        tenant = wait_until(line, "one runs, two wait")
         assert (tenant["tenant"], tenant["running"], tenant["waiting"]) == ("demo", 1, 2)
         assert tenant["reserved_tokens"] == 3 * (7 + 100)
         shown = stack.cli("queue")

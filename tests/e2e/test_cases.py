@@ -17,7 +17,8 @@ from compose.stack import admin
 from contracts import topology
 from contracts.bus import Bus
 from contracts.messages.attempts import AttemptEvent
-from tests.support.stack import Stack, StartStack, until
+from tests.support.polling import wait_until
+from tests.support.stack import Stack, StartStack
 
 HELLO = [{"role": "user", "content": "one two three"}]
 CHAT = "/v1/chat/completions"
@@ -40,7 +41,7 @@ def keyed(stack: Stack, tenant: str, *limits: str) -> str:
     stack.cli_json("tenant", "create", tenant, *limits)
     key: str = stack.cli_json("key", "create", tenant)["key"]
     with stack.client(key) as client:
-        until(lambda: client.get("/v1/models").status_code == 200, "the key works")
+        wait_until(lambda: client.get("/v1/models").status_code == 200, "the key works")
     return key
 
 
@@ -132,7 +133,7 @@ async def test_c15_keys_stay_out_of_the_logs(stack: Stack) -> None:
         refused = await client.post(CHAT, json=chat(), headers={"Authorization": f"Bearer {wrong}"})
         assert refused.status_code == 401
     request_id = refused.headers["x-request-id"]
-    until(lambda: request_id in (stack.data_dir / "logs/gateway-0.log").read_text(), "it is logged")
+    wait_until(lambda: request_id in (stack.data_dir / "logs/gateway-0.log").read_text(), "it is logged")
     logs = {log.name: log.read_text() for log in (stack.data_dir / "logs").glob("*.log")}
     for name, text in logs.items():
         for secret in (key, wrong):
@@ -167,7 +168,7 @@ async def test_c17_a_failure_counts_as_one(stack: Stack) -> None:
             assert not event.get("usage") and not any(choice["finish_reason"] for choice in event["choices"])
         gathered = await client.post(CHAT, json=body | {"stream": False, "stream_options": None})
         assert gathered.status_code == 500 and gathered.json()["error"]["code"] == "engine_error"
-    until(lambda: failures() == before + 2, "both are counted")
+    wait_until(lambda: failures() == before + 2, "both are counted")
     finished = [json.loads(line) for line in (stack.data_dir / "logs/gateway-0.log").read_text().splitlines()]
     [line] = [line for line in finished if line.get("request_id") == response.headers["x-request-id"]]
     assert (line["event"], line["outcome"], line["code"]) == ("request_finished", "failed", "engine_error")
@@ -301,7 +302,7 @@ async def test_c31_what_was_produced_is_booked_once(stack: Stack) -> None:
     [left] = [event for event in found if event.outcome == "cancelled"]
     assert left.prompt_tokens == 7 and 26 <= left.completion_tokens < 400
     assert sorted(event.completion_tokens for event in found if event is not left) == [5, 5, 5, 6, 6, 6]
-    row = until(
+    row = wait_until(
         lambda: [r for r in stack.cli_json("usage", "--by", "tenant")["data"] if r["tenant"] == "c31"], "it is booked"
     )[0]
     assert (row["requests"], row["completion_tokens"]) == (7, 33 + left.completion_tokens)
@@ -320,9 +321,9 @@ async def test_c32_a_revoked_key_is_out_at_every_gateway_and_its_last_use_is_boo
 
     async with stack.async_client(key) as client:
         running = asyncio.create_task(streamed(client, chat(max_tokens=200)))
-        await asyncio.to_thread(until, lambda: statuses() == {200}, "both know the key")
+        await asyncio.to_thread(wait_until, lambda: statuses() == {200}, "both know the key")
         await asyncio.to_thread(stack.cli_json, "key", "revoke", key_id)
-        await asyncio.to_thread(until, lambda: statuses() == {401}, "both refuse it", 10)
+        await asyncio.to_thread(wait_until, lambda: statuses() == {401}, "both refuse it", 10)
         assert len((await running)[0].split()) == 200
     [event] = await ends(stack, "c32", 1)
     assert (event.key_id, event.outcome, event.completion_tokens) == (key_id, "completed", 200)

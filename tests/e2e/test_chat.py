@@ -11,7 +11,8 @@ import pytest
 from contracts import topology
 from contracts.bus import Bus
 from contracts.client.client import Client
-from tests.support.stack import Stack, until
+from tests.support.polling import wait_until
+from tests.support.stack import Stack
 
 HELLO = [{"role": "user", "content": "one two three"}]
 
@@ -148,7 +149,7 @@ def test_a_client_that_leaves_frees_its_slot_and_is_booked_once(stack: Stack) ->
     key = stack.cli_json("key", "create", made["name"])["key"]
     body = {"model": stack.model, "messages": HELLO, "max_tokens": 2000, "stream": True}
     with stack.client(key) as client:
-        until(lambda: client.get("/v1/models").status_code == 200, "the key works")
+        wait_until(lambda: client.get("/v1/models").status_code == 200, "the key works")
         with client.stream("POST", "/v1/chat/completions", json=body) as response:
             seen = 0
             for line in response.iter_lines():
@@ -159,15 +160,15 @@ def test_a_client_that_leaves_frees_its_slot_and_is_booked_once(stack: Stack) ->
         def served() -> bool:
             return client.post("/v1/chat/completions", json=body | {"max_tokens": 1}).status_code == 200
 
-        until(served, "the slot is free again", 3)
+        wait_until(served, "the slot is free again", 3)
         with pytest.raises(httpx.TimeoutException):
             client.post("/v1/chat/completions", json=body | {"stream": False}, timeout=1)
-        until(served, "the slot of a gathered answer is free again", 3)
+        wait_until(served, "the slot of a gathered answer is free again", 3)
 
     def booked() -> list[dict[str, Any]]:
         rows = stack.cli_json("usage", "--by", "tenant")["data"]
         return [row for row in rows if row["tenant"] == "leaver" and row["requests"] == 4]
 
-    row = until(booked, "all four requests are booked")[0]
+    row = wait_until(booked, "all four requests are booked")[0]
     assert row["prompt_tokens"] == 4 * 7
     assert 20 + 20 + 2 <= row["completion_tokens"] <= 400

@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from tests.support.nats_server import free_port
-from tests.support.stack import ENVIRONMENT, Stack, StartStack, until
+from tests.support.polling import wait_until
+from tests.support.stack import ENVIRONMENT, Stack, StartStack
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +36,7 @@ def summarizer(stack: Stack, tenant: str, log: Path, *limits: str) -> Iterator[t
             stderr=subprocess.STDOUT,
         )
     try:
-        until(lambda: "running on" in log.read_text() or process.poll() is not None, "the summarizer serves")
+        wait_until(lambda: "running on" in log.read_text() or process.poll() is not None, "the summarizer serves")
         assert process.poll() is None, log.read_text()
         yield process, f"http://127.0.0.1:{port}/summaries"
     finally:
@@ -49,7 +50,7 @@ def used(stack: Stack, tenant: str) -> Any:
     def rows() -> list[Any]:
         return [row for row in stack.cli_json("usage", "--by", "tenant")["data"] if row["tenant"] == tenant]
 
-    return until(rows, "it is booked")[0]
+    return wait_until(rows, "it is booked")[0]
 
 
 @pytest.fixture
@@ -75,7 +76,9 @@ def test_the_summarizer_streams_cancels_and_ends_cleanly(stack: Stack, http: htt
                 pieces.append(piece)
         assert "".join(pieces) == SUMMARY and len(pieces) > 20
         assert process.wait(30) == 0
-    until(lambda: used(stack, "library")["completion_tokens"] == left["completion_tokens"] + 200, "both are booked")
+    wait_until(
+        lambda: used(stack, "library")["completion_tokens"] == left["completion_tokens"] + 200, "both are booked"
+    )
 
 
 def test_the_summarizer_passes_refusals_on(stack: Stack, http: httpx.Client, tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ import openai
 import pytest
 
 from tests.support.nats_server import free_port
-from tests.support.stack import Stack, StartStack, headrace, until
+from tests.support.polling import wait_until
+from tests.support.stack import Stack, StartStack, headrace
 
 HELLO = [{"role": "user", "content": "one two three"}]
 
@@ -56,7 +57,7 @@ def nginx(stack: Stack, tmp_path: Path) -> Iterator[str]:
     command = [binary, "-p", str(tmp_path), "-e", str(tmp_path / "error.log"), "-c", str(tmp_path / "nginx.conf")]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
-        until(lambda: _listens(port), f"nginx listens: {process.poll()}", 10)
+        wait_until(lambda: _listens(port), f"nginx listens: {process.poll()}", 10)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.send_signal(signal.SIGQUIT)

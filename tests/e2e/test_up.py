@@ -12,7 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.stack import Stack, StartStack, alive, headrace, until
+from tests.support.polling import wait_until
+from tests.support.stack import Stack, StartStack, alive, headrace
 
 HELLO = [{"role": "user", "content": "one two three"}]
 
@@ -51,7 +52,7 @@ def test_a_chat_is_answered_and_its_usage_is_booked(stack: Stack) -> None:
     response = answer(stack)
     assert response.status_code == 200, response.text
     used = response.json()["usage"]
-    tenant_rows = until(
+    tenant_rows = wait_until(
         lambda: [row for row in stack.cli_json("usage", "--by", "tenant")["data"] if row["tenant"] == "demo"],
         "the usage is in the ledger",
     )
@@ -75,10 +76,10 @@ def test_tenants_and_keys(stack: Stack) -> None:
     key = stack.cli_json("key", "create", "Café 1")
     assert set(key) == {"id", "key"}
     with stack.client(key["key"]) as client:
-        until(lambda: client.get("/v1/models").status_code == 200, "the new key works")
+        wait_until(lambda: client.get("/v1/models").status_code == 200, "the new key works")
         assert key["id"] in [record["id"] for record in stack.cli_json("key", "list")]
         assert stack.cli("key", "revoke", key["id"]).returncode == 0
-        until(lambda: client.get("/v1/models").status_code == 401, "the revoked key is refused", 5)
+        wait_until(lambda: client.get("/v1/models").status_code == 401, "the revoked key is refused", 5)
     assert stack.cli("key", "revoke", key["id"]).returncode == 0
 
 
@@ -125,7 +126,7 @@ def test_the_bus_alone_can_be_named_by_the_environment(stack: Stack) -> None:
     pepper = str(stack.data_dir / "pepper")
     made = headrace("key", "create", "demo", "--json", **away, HEADRACE_PEPPER_FILE=pepper)
     with stack.client(json.loads(made.stdout)["key"]) as client:
-        until(lambda: client.get("/v1/models").status_code == 200, "the key made so works")
+        wait_until(lambda: client.get("/v1/models").status_code == 200, "the key made so works")
 
 
 def test_an_unreachable_bus_is_told_on_stderr_alone() -> None:
@@ -182,7 +183,7 @@ def test_a_second_ctrl_c_does_not_wait(start_stack: StartStack) -> None:
             next(response.iter_lines())
             started = time.monotonic()
             stack.process.send_signal(signal.SIGINT)
-            until(lambda: "stopping" in stack.output.read_text(), "it has heard the first one")
+            wait_until(lambda: "stopping" in stack.output.read_text(), "it has heard the first one")
             stack.stop(signal.SIGINT)
             assert time.monotonic() - started < 15
     assert not any(alive(pid) for pid in pids)
@@ -194,7 +195,7 @@ def test_nothing_outlives_the_parent(start_stack: StartStack, number: int) -> No
     pids = stack.pids
     os.kill(stack.process.pid, number)
     stack.process.wait(60)
-    until(lambda: not any(alive(pid) for pid in pids), "every child is dead", 5)
+    wait_until(lambda: not any(alive(pid) for pid in pids), "every child is dead", 5)
     again = start_stack(data_dir=stack.data_dir)
     assert answer(again).status_code == 200
 
@@ -204,7 +205,7 @@ def test_what_dies_comes_back(start_stack: StartStack, role: str) -> None:
     stack = start_stack()
     before = stack.run.pids[role][0]
     os.kill(before, signal.SIGKILL)
-    after = until(lambda: [pid for pid in stack.run.pids[role] if pid != before], f"{role} is started again")
+    after = wait_until(lambda: [pid for pid in stack.run.pids[role] if pid != before], f"{role} is started again")
     assert alive(after[0])
 
     def served() -> bool:
@@ -213,7 +214,7 @@ def test_what_dies_comes_back(start_stack: StartStack, role: str) -> None:
         except (httpx.HTTPError, LookupError):
             return False
 
-    until(served, f"a chat is answered after the death of {role}", 60)
+    wait_until(served, f"a chat is answered after the death of {role}", 60)
     assert stack.run.pids[role] == after
 
 
@@ -233,7 +234,7 @@ def test_a_wiped_store_is_filled_again(start_stack: StartStack) -> None:
         except (httpx.HTTPError, LookupError):
             return False
 
-    until(served, "both keys work again", 60)
+    wait_until(served, "both keys work again", 60)
     run = stack.run
     assert (run.key, run.admin_key) == (before.key, before.admin_key)
     assert stack.cli_json("tenant", "list") and stack.cli_json("queue")[0]["model"] == stack.model

@@ -17,7 +17,8 @@ import pytest
 
 from contracts import ids
 from tests.support.browser import Browser, chromium
-from tests.support.stack import Stack, until
+from tests.support.polling import wait_until
+from tests.support.stack import Stack
 
 MONTH = time.strftime("%Y-%m", time.gmtime())
 TODAY = time.strftime("%Y-%m-%d", time.gmtime())
@@ -42,9 +43,9 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             for _ in range(REQUESTS):
                 assert client.post("/v1/chat/completions", json=body).status_code == 200
         with stack.client(other) as client:
-            assert until(lambda: client.post("/v1/chat/completions", json=body).status_code == 200, "the new key")
+            assert wait_until(lambda: client.post("/v1/chat/completions", json=body).status_code == 200, "the new key")
         stack.other_key = other  # type: ignore[attr-defined]
-        until(lambda: len(rows(stack)) == 2 and rows(stack)["demo"]["requests"] == REQUESTS, "usage is booked")
+        wait_until(lambda: len(rows(stack)) == 2 and rows(stack)["demo"]["requests"] == REQUESTS, "usage is booked")
         yield stack
     finally:
         stack.stop()
@@ -98,7 +99,7 @@ def test_a_request_is_explained(used: Stack) -> None:
         body = {"model": used.model, "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]}
         answer = client.post("/v1/chat/completions", json=body, headers={"x-request-id": "mine-1"})
     request_id = answer.headers["x-request-id"]
-    done = until(lambda: used.cli("explain", request_id).stdout, "the request is in the ledger")
+    done = wait_until(lambda: used.cli("explain", request_id).stdout, "the request is in the ledger")
     for part in ("of tenant demo", "The caller's own id is mine-1", "Attempt 1: version", "completed", "Billed: "):
         assert part in done
     assert used.cli_json("explain", request_id)["attempts"][0]["completion_tokens"] == 2

@@ -13,7 +13,8 @@ from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
 from contracts.client.client import Client
-from tests.support.stack import Direct, Stack, until
+from tests.support.polling import wait_until
+from tests.support.stack import Direct, Stack
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -194,14 +195,14 @@ async def test_the_internal_client_speaks_every_api(vllm_stack: Stack) -> None:
 def test_a_usage_row_holds_what_vllm_reported(vllm_stack: Stack) -> None:
     made = vllm_stack.cli_json("tenant", "create", "booked")
     key = vllm_stack.cli_json("key", "create", made["name"])["key"]
-    until(lambda: ask_with(vllm_stack, key).status_code == 200, "the key works")
+    wait_until(lambda: ask_with(vllm_stack, key).status_code == 200, "the key works")
     used = ask_with(vllm_stack, key).json()["usage"]
 
     def row() -> Any:
         rows = [row for row in vllm_stack.cli_json("usage", "--by", "tenant")["data"] if row["tenant"] == "booked"]
         return rows and rows[0]["requests"] == 2 and rows[0]
 
-    booked = until(row, "both requests are booked")
+    booked = wait_until(row, "both requests are booked")
     assert booked["prompt_tokens"] == 2 * used["prompt_tokens"]
     assert booked["completion_tokens"] == 2 * used["completion_tokens"]
 
@@ -363,7 +364,7 @@ def test_what_only_the_simulated_engine_or_nobody_understands_is_refused(vllm_st
 def test_a_caller_that_leaves_frees_its_slot(vllm_stack: Stack) -> None:
     made = vllm_stack.cli_json("tenant", "create", "leaver", "--concurrency", "1")
     key = vllm_stack.cli_json("key", "create", made["name"])["key"]
-    until(lambda: ask_with(vllm_stack, key, max_tokens=1).status_code == 200, "the key works")
+    wait_until(lambda: ask_with(vllm_stack, key, max_tokens=1).status_code == 200, "the key works")
     endless = GREEDY | {"max_tokens": 4000, "ignore_eos": True, "stream": True}
     with vllm_stack.client(key) as client:
         with client.stream("POST", "/v1/chat/completions", json=endless) as response:
@@ -371,7 +372,7 @@ def test_a_caller_that_leaves_frees_its_slot(vllm_stack: Stack) -> None:
             while not next(lines).startswith("data: "):
                 pass
             assert ask_with(vllm_stack, key, max_tokens=1).status_code == 429
-    until(lambda: ask_with(vllm_stack, key, max_tokens=1).status_code == 200, "the slot is free again", 20)
+    wait_until(lambda: ask_with(vllm_stack, key, max_tokens=1).status_code == 200, "the slot is free again", 20)
 
 
 # SDKs ------------------------------------------------------------------------------------------------------
@@ -393,7 +394,7 @@ def test_the_sdk_raises_its_own_errors(vllm_stack: Stack) -> None:
 def test_the_sdk_retries_what_is_limited_and_succeeds(vllm_stack: Stack) -> None:
     made = vllm_stack.cli_json("tenant", "create", "limited", "--rpm", "12")
     key = vllm_stack.cli_json("key", "create", made["name"])["key"]
-    until(lambda: ask_with(vllm_stack, key, max_tokens=1).status_code == 200, "the key works")
+    wait_until(lambda: ask_with(vllm_stack, key, max_tokens=1).status_code == 200, "the key works")
     small: dict[str, Any] = GREEDY | {"max_tokens": 1}
     while ask_with(vllm_stack, key, max_tokens=1).status_code == 200:
         pass

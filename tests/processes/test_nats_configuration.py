@@ -2,13 +2,13 @@
 
 import os
 import subprocess
-import time
 from pathlib import Path
 
 from compose.stack.data_dir import Secrets
 from compose.stack.processes import nats_server
 from compose.stack.up import write_nats_configuration
 from contracts.permissions import ROLES
+from tests.support.polling import wait_until
 
 COMPOSE = Path(__file__).parents[2] / "compose" / "deploy"
 
@@ -24,10 +24,7 @@ def test_nats_takes_its_configuration_both_ways(tmp_path: Path) -> None:
         log = tmp_path / f"{number}.log"
         process = subprocess.Popen([nats_server(), "-c", str(path), "-l", str(log)], env=dict(os.environ) | environment)
         try:
-            deadline = time.monotonic() + 20
-            while not (log.exists() and "Server is ready" in log.read_text()):
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-                time.sleep(0.02)
+            wait_until(lambda log=log: log.exists() and "Server is ready" in log.read_text(), "the server is ready")
         finally:
             process.terminate()
             process.wait()

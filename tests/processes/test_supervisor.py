@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from compose.stack import processes
 from compose.stack.data_dir import ComposeError, Role
 from compose.stack.processes import Child, Ports, Restarts, Spec, Supervisor
+from tests.support.polling import until
 
 
 async def always_ready() -> str:
@@ -47,13 +47,6 @@ def spec(
 def supervisor(restarted: Callable[[Child], None] = lambda _: None) -> tuple[Supervisor, list[str]]:
     said: list[str] = []
     return Supervisor(restarted=restarted, say=said.append), said
-
-
-async def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never held"
-        await asyncio.sleep(0.02)
 
 
 def alive(pid: int) -> bool:

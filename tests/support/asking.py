@@ -1,14 +1,12 @@
 """How the suite asks an engine, and what it gathers."""
 
-import asyncio
-import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
 from contracts.messages.base import Endpoint
+from tests.support.polling import until
 from worker.engines.base import Counts, Engine, Job
 
 SLOTS = 4
@@ -78,16 +76,9 @@ class Asker:
         counts = counts or Counts()
         return Answer([msgspec.json.decode(chunk) async for chunk in self.engine.generate(job, counts)], counts)
 
-    async def until(self, condition: Callable[[], bool], *, within_s: float = 60.0) -> None:
-        """Wait for a condition; the limit is for a busy machine."""
-        deadline = time.monotonic() + within_s
-        while not condition():
-            assert time.monotonic() < deadline, self.engine.stats()
-            await asyncio.sleep(0.005)
-
     async def until_idle(self) -> None:
         def idle() -> bool:
             stats = self.engine.stats()
             return stats.running == stats.waiting == stats.kv_tokens_used == 0
 
-        await self.until(idle)
+        await until(idle, "the engine is idle")

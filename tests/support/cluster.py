@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from contracts.messages.records import TenantRecord
 from contracts.messages.request import RequestEnvelope
 from contracts.messages.usage import UsageAnswer, UsageQuery, UsageRow
 from tests.support.nats_server import NatsServer, free_port
+from tests.support.polling import until
 from tests.support.proxy import Link, Links
 
 ROOT = Path(__file__).parents[2]
@@ -43,20 +44,6 @@ START_S = 30.0
 
 _attempt = Codec[AttemptEvent](AttemptEvent)
 _usage = Codec[UsageAnswer](UsageAnswer)
-
-
-async def until(condition: Callable[[], Any], what: str, limit_s: float = 20.0) -> Any:
-    """The first true value of ``condition``, which may be async; fails the test when there is none in time."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        value = condition()
-        if isinstance(value, Awaitable):
-            value = await value
-        if value:
-            return value
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {limit_s:g} s: {what}")
-        await asyncio.sleep(0.02)
 
 
 class OurNats(NatsServer):

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import inspect
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -26,6 +25,7 @@ from contracts.messages.request import RequestEnvelope
 from contracts.messages.usage import UsageAnswer, UsageQuery
 from gateway.config import GatewayConfig
 from gateway.service import Gateway
+from tests.support.polling import until
 
 PEPPER = b"a pepper for tests"
 K1, K2 = "hr_key-of-the-first-tenant", "hr_key-of-the-second-tenant"
@@ -263,18 +263,6 @@ def text_of(events: Sequence[Any]) -> str:
         if event != "[DONE]"
         for choice in event.get("choices", ())
     )
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-    """Wait for a condition, which may be asynchronous."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            result = condition()
-            if inspect.isawaitable(result):
-                result = await result
-            if result:
-                return
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

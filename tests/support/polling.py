@@ -1,19 +1,48 @@
-"""Waiting for conditions, with a deadline."""
+"""Waiting for conditions, with a deadline; and what a counter says now."""
 
 import asyncio
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import prometheus_client
+import pytest
+
+LIMIT_S = 30.0
+"""Far more than anything takes, also on a busy machine: a test that must be quick says its own limit."""
+PAUSES_S = (0.005, 0.05)
+"""First and longest pause between two looks."""
 
 
-async def eventually(condition: Callable[[], object], timeout_s: float = 10.0, what: str = "") -> None:
-    """Wait until ``condition()``, awaited where it is a coroutine, holds; fails after ``timeout_s``."""
-    deadline = time.monotonic() + timeout_s
-    while not (await held if inspect.isawaitable(held := condition()) else held):
-        assert time.monotonic() < deadline, what or "the awaited condition did not come about"
-        await asyncio.sleep(0.01)
+async def until(condition: Callable[[], Any], what: str = "", limit_s: float = LIMIT_S) -> Any:
+    """The first true value of ``condition``, which may be async; fails the test when there is none in time."""
+    pauses = _pauses(what, limit_s)
+    while True:
+        value = condition()
+        if inspect.isawaitable(value):
+            value = await value
+        if value:
+            return value
+        await asyncio.sleep(next(pauses))
+
+
+def wait_until(condition: Callable[[], Any], what: str = "", limit_s: float = LIMIT_S) -> Any:
+    """``until`` for tests without an event loop: it blocks the thread."""
+    pauses = _pauses(what, limit_s)
+    while not (value := condition()):
+        time.sleep(next(pauses))
+    return value
+
+
+def _pauses(what: str, limit_s: float) -> Iterator[float]:
+    """How long to wait before each further look, growing; after the deadline there is none, and the test fails."""
+    deadline = time.monotonic() + limit_s
+    pause_s, longest_s = PAUSES_S
+    while time.monotonic() < deadline:
+        yield pause_s
+        pause_s = min(pause_s * 1.5, longest_s)
+    pytest.fail(f"not within {limit_s:g} s: {what or 'what the test waits for'}")
 
 
 def metric(name: str, **labels: str) -> float:

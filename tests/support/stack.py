@@ -7,7 +7,6 @@ runs the real vLLM, and ``direct`` is vLLM's own server beside it.
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import pytest
 from compose.stack import models
 from compose.stack.data_dir import DataDir, Run
 from compose.stack.processes import die_with
+from tests.support.nats_server import free_port
 
 ROOT = Path(__file__).parents[2]
 HEADRACE = [sys.executable, "-m", "compose.cli.main"]
@@ -49,16 +49,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def until(condition: Callable[[], Any], what: str, limit_s: float = 30.0) -> Any:
-    """The first true value of ``condition``; fails the test when there is none in time."""
-    deadline = time.monotonic() + limit_s
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {limit_s:g} s: {what}")
-        time.sleep(0.05)
-    return value
 
 
 class Stack:
@@ -177,9 +167,7 @@ class Direct:
     def __init__(self, model_path: Path, log: Path) -> None:
         from worker.engines.vllm.engine import VllmConfig, engine_arguments, engine_environment
 
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        port = free_port()
         config = VllmConfig(model_path=str(model_path), public_name=models.DEFAULT_MODEL, omp_threads_bind="0")
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host=127.0.0.1", f"--port={port}"]
         parent = os.getpid()
