@@ -459,7 +459,7 @@ async def test_e08_many_prompts_in_one_body_run_beside_others(start_stack: Start
     *others, last = sorted(await ends(stack, "e08", 4), key=lambda event: event.reserved_tokens)
     assert [event.reserved_tokens for event in others] == [8] * 3
     assert (last.reserved_tokens, last.prompt_tokens, last.completion_tokens) == (58_000, 50_000, 8000)
-    rows = until(
+    rows = wait_until(
         lambda: [r for r in stack.cli_json("usage", "--by", "tenant")["data"] if r["tenant"] == "e08"], "it is booked"
     )
     assert rows
