@@ -13,7 +13,7 @@ from gateway.http import routes, server
 from gateway.http.inference import Completions
 from gateway.intake.admission import Admission
 from gateway.intake.auth import Directory
-from gateway.intake.bus_submit import FrontDoor
+from gateway.intake.bus_submit import NatsIngress
 from gateway.intake.catalog import Catalog
 from gateway.management.admin import Admin
 from gateway.management.readiness import Readiness
@@ -45,7 +45,7 @@ class Gateway:
             ask_s_max=config.admit_s_max,
         )
         self._readiness = Readiness(bus, self._catalog)
-        self._front_door = FrontDoor(bus, self._directory, self._admission)
+        self._ingress = NatsIngress(bus, self._directory, self._admission)
         self._completions = Completions(
             directory=self._directory, admission=self._admission, hub=self._hub, config=config
         )
@@ -62,7 +62,7 @@ class Gateway:
         await self._directory.start(self._bus)
         await self._catalog.start(self._bus)
         await self._hub.start()
-        await self._front_door.start()
+        await self._ingress.start()
         self._readiness.start()
         application = routes.build(
             directory=self._directory,
@@ -93,7 +93,7 @@ class Gateway:
         """Refuse what is new; give running requests their grace time; end the rest with an error."""
         self._readiness.draining = True
         self._completions.draining = True
-        await self._front_door.close()
+        await self._ingress.close()
         if not self._bus.closed.is_set() and await self._completions.finished(self._config.grace_s):
             _log.info("gateway_drained")
             return

@@ -1,6 +1,7 @@
-"""What the checks of all endpoints share: types with their bounds, and refusals that name the field at fault."""
+"""What the checks of all APIs share: types with their bounds, and refusals that name the field at fault."""
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
@@ -8,38 +9,60 @@ from msgspec import Meta
 
 from contracts.errors import HeadraceError
 
-Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+INT_MAX = 2**31 - 1
+VOCABULARY_MAX = 1 << 20
+"""Bound of token ids for models whose tokenizer is not known here."""
+
+Positive = Annotated[int, Meta(ge=1, le=INT_MAX)]
 Text = Annotated[str, Meta(min_length=1)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
-TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+TopK = Annotated[int, Meta(ge=-1, le=INT_MAX)]
 
 T = TypeVar("T")
 
 
-class Valid(msgspec.Struct):
-    """A body that may be served. ``fields`` is what travels, but for the output limit, which admission sets."""
+def present(body: dict[str, Any]) -> dict[str, Any]:
+    """The body without nulls and empty options; nulls inside messages are left out, too."""
+    fields = {name: value for name, value in body.items() if value is not None}
+    for name in ("tools", "stop", "logit_bias", "stop_token_ids", "bad_words"):
+        if name in fields and fields[name] in ([], {}):
+            del fields[name]
+    if isinstance(messages := fields.get("messages"), list):
+        fields["messages"] = [
+            {name: value for name, value in message.items() if value is not None}
+            if isinstance(message, dict) and None in message.values()
+            else message
+            for message in messages
+        ]
+    return fields
 
-    fields: dict[str, Any]
-    stream: bool
-    choices: int
-    max_output_tokens: int | None
-    """Per choice; None when the caller stated none."""
-    least_output_tokens: int = 1
-    """What the default must not go below: a scripted answer states its own length."""
-    limit_field: str = "max_tokens"
-    """Where the endpoint has its output limit; empty for one that generates nothing."""
-    prompt_field: str = "messages"
 
-
-def check_temperature(value: float | None) -> None:
-    if isinstance(value, float) and 0 < value < 1e-5:
-        refuse("temperature", "Use 0 for greedy sampling; a temperature below 0.00001 overflows.")
+def model_of(body: dict[str, Any]) -> str:
+    """The name of the model asked for; raises HeadraceError."""
+    model = body.get("model")
+    if not isinstance(model, str) or not model:
+        raise HeadraceError("invalid_request", "Name the model to use, as text.", param="model")
+    return model
 
 
 def travelling(fields: dict[str, Any], kind: type[msgspec.Struct], left_out: set[str]) -> dict[str, Any]:
     """Those of ``fields`` that ``kind`` names."""
     return {name: fields[name] for name in kind.__struct_fields__ if name in fields and name not in left_out}
+
+
+# Refusals --------------------------------------------------------------------------------------------------
+
+
+def refuse(param: str, message: str) -> NoReturn:
+    raise HeadraceError("invalid_request", f"{param}: {message}", param=param)
+
+
+def refuse_fields(fields: dict[str, Any], reasons: Mapping[str, str]) -> None:
+    """Refuse those of ``reasons`` that are set: to ignore them would change the answer."""
+    for name, reason in reasons.items():
+        if fields.get(name):
+            refuse(name, reason)
 
 
 _PATH = re.compile(r" - at `\$?(?P<path>[^`]*)`\Z")
@@ -66,5 +89,32 @@ def invalid(error: msgspec.ValidationError) -> HeadraceError:
     return HeadraceError("invalid_request", f"{param}: {reason}." if param else f"{reason}.", param=param)
 
 
-def refuse(param: str, message: str) -> NoReturn:
-    raise HeadraceError("invalid_request", f"{param}: {message}", param=param)
+# Values ----------------------------------------------------------------------------------------------------
+
+
+def check_temperature(value: float | None) -> None:
+    if isinstance(value, float) and 0 < value < 1e-5:
+        refuse("temperature", "Use 0 for greedy sampling; a temperature below 0.00001 overflows.")
+
+
+def check_token_ids(where: str, ids: list[int] | None, vocabulary: int) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocabulary):
+        refuse(where, f"Token ids must be at least 0 and below {vocabulary}.")
+
+
+def count_prompts(where: str, prompt: str | list[Any], vocabulary: int) -> int:
+    """Number of prompts; raises HeadraceError when they are neither texts nor token ids."""
+    if isinstance(prompt, str):
+        return 1
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        check_token_ids(where, prompt, vocabulary)
+        return 1
+    if kinds not in ({str}, {list}):
+        refuse(where, "Expected text, a list of texts, a list of token ids, or a list of such lists.")
+    for index, ids in enumerate(prompt):
+        if isinstance(ids, list):
+            if set(map(type, ids)) != {int}:
+                refuse(f"{where}[{index}]", "Expected a list of token ids.")
+            check_token_ids(f"{where}[{index}]", ids, vocabulary)
+    return len(prompt)

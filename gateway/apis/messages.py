@@ -10,20 +10,24 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from contracts import errors
+from contracts.messages.frames import ErrorData
+from contracts.messages.records import Manifest
+from gateway.apis.api import Api, ValidBody
 from gateway.apis.fields import (
     Positive,
     Temperature,
     Text,
     TopK,
     TopP,
-    Valid,
     check_temperature,
     converted,
     refuse,
     travelling,
 )
+from gateway.apis.response_format import ResponseFormat, named_event
 from gateway.apis.sampling import Stops
-from gateway.apis.structured_outputs import Budget, Tool, check_schema, check_tools
+from gateway.apis.structured_outputs import ComplexityLimit, Tool, check_schema, check_tools
 
 BILLING_HEADER = "x-anthropic-billing-header"
 """Claude Code's first system text, which vLLM leaves out."""
@@ -83,10 +87,11 @@ class _OutputConfig(msgspec.Struct):
     format: _Format | None = None
 
 
-class _Body(msgspec.Struct, kw_only=True):
+class CountBody(msgspec.Struct, kw_only=True):
+    """What ``/v1/messages/count_tokens`` takes: a message whose output limit is of no account."""
+
     model: str
     messages: Annotated[list[_Message], Meta(min_length=1)]
-    max_tokens: Positive
     stream: bool | None = None
     system: str | list[_SystemBlock] | None = None
     stop_sequences: Stops | None = None
@@ -100,9 +105,23 @@ class _Body(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def validate(fields: dict[str, Any]) -> Valid:
-    """The request in ``fields``; raises HeadraceError that names the field at fault."""
-    body = converted(fields, _Body)
+class MessagesBody(CountBody, kw_only=True):
+    max_tokens: Positive
+
+
+# Validation ------------------------------------------------------------------------------------------------
+
+
+def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> ValidBody:
+    body = converted(fields, MessagesBody)
+    return _valid(fields, body, body.max_tokens)
+
+
+def _check_count(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> ValidBody:
+    return _valid(fields, converted(fields, CountBody), None)
+
+
+def _valid(fields: dict[str, Any], body: CountBody, max_tokens: int | None) -> ValidBody:
     check_temperature(body.temperature)
     for index, message in enumerate(body.messages):
         if isinstance(message.content, list):
@@ -113,27 +132,26 @@ def validate(fields: dict[str, Any]) -> Valid:
     if thinking is not None and thinking.type == "enabled":
         if thinking.budget_tokens is None:
             refuse("thinking.budget_tokens", "Enabled thinking needs a budget of tokens.")
-        if thinking.budget_tokens >= body.max_tokens:
+        if max_tokens is not None and thinking.budget_tokens >= max_tokens:
             refuse("thinking.budget_tokens", "The budget must be below 'max_tokens'.")
-    left_out = {"max_tokens"} if body.tools else {"max_tokens", "tool_choice"}
-    return Valid(
-        fields=travelling(fields, _Body, left_out),
+    return ValidBody(
+        fields=travelling(fields, CountBody, set() if body.tools else {"tool_choice"}),
         stream=bool(body.stream),
         choices=1,
-        max_output_tokens=body.max_tokens,
+        max_output_tokens=max_tokens,
     )
 
 
-def _check_constraints(body: _Body) -> None:
-    choice, budget = body.tool_choice, Budget()
+def _check_constraints(body: CountBody) -> None:
+    choice, complexity = body.tool_choice, ComplexityLimit()
     named = choice.name or "" if choice is not None and choice.type == "tool" else None
     tools = [
         Tool(f"tools[{index}].input_schema", each.name, each.input_schema)
         for index, each in enumerate(body.tools or ())
     ]
-    check_tools(tools, choice.type if choice is not None and named is None else None, named, budget)
+    check_tools(tools, choice.type if choice is not None and named is None else None, named, complexity)
     if body.output_config is not None and body.output_config.format is not None:
-        check_schema("output_config.format.schema", body.output_config.format.schema, budget)
+        check_schema("output_config.format.schema", body.output_config.format.schema, complexity)
 
 
 def _check_block(where: str, role: str, block: _Block) -> None:
@@ -146,7 +164,10 @@ def _check_block(where: str, role: str, block: _Block) -> None:
         refuse(where, "A message with the role 'system' holds text.")
 
 
-def chat(fields: dict[str, Any], *, system_first: bool) -> dict[str, Any]:
+# The prompt ------------------------------------------------------------------------------------------------
+
+
+def chat(fields: dict[str, Any], system_first: bool) -> dict[str, Any]:
     """The fields of a chat body that render to the same prompt.
 
     ``system_first``: the template takes system text only at the start, so that vLLM puts all of it there.
@@ -222,3 +243,49 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
         "strict": tool.get("strict"),
     }
     return {"type": "function", "function": function}
+
+
+# Events and errors -----------------------------------------------------------------------------------------
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+def _error_body(code: str, message: str, param: str | None, request_id: str) -> dict[str, Any]:
+    status = errors.TABLE[code].status
+    kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+def _error_event(error: ErrorData, request_id: str, attempt: int, number: int) -> bytes:
+    return named_event(msgspec.json.encode(_error_body(error.code, error.message, error.param, request_id)))
+
+
+FORMAT = ResponseFormat(
+    event=named_event,
+    error_body=_error_body,
+    error_event=_error_event,
+    error_schema="AnthropicError",
+    request_id_header=b"request-id",
+)
+
+API = Api(
+    endpoint="messages",
+    summary="Anthropic: messages",
+    body=MessagesBody,
+    answer=dict[str, Any],
+    check=_check,
+    prompt_field="messages",
+    chat=chat,
+    format=FORMAT,
+)
+COUNT = msgspec.structs.replace(API, body=CountBody, check=_check_count)
+"""The same for the count of tokens, which is no API of its own: it is answered here, and nothing is admitted."""

@@ -10,10 +10,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.apis.fields import Positive, Text, Valid, converted, refuse, travelling
+from contracts.messages.frames import ErrorData
+from contracts.messages.records import Manifest
+from gateway.apis.api import Api, ValidBody
+from gateway.apis.fields import Positive, Text, converted, refuse, refuse_fields, travelling
 from gateway.apis.json_limits import check_text
+from gateway.apis.response_format import ResponseFormat, named_event, openai_error, openai_error_body
 from gateway.apis.sampling import LogprobCount, Sampling
-from gateway.apis.structured_outputs import Budget, Tool, check_schema, check_tools
+from gateway.apis.structured_outputs import ComplexityLimit, Tool, check_schema, check_tools
 
 _STATEFUL = {
     "background": "Answers in the background are not offered.",
@@ -68,7 +72,7 @@ class _TextConfig(msgspec.Struct):
     format: _Format | None = None
 
 
-class _Body(Sampling, kw_only=True):
+class ResponsesBody(Sampling, kw_only=True):
     input: str | Annotated[list[_Item], Meta(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Positive | None = None
@@ -84,14 +88,13 @@ class _Body(Sampling, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def validate(fields: dict[str, Any], vocabulary: int) -> Valid:
-    """The request in ``fields``; raises HeadraceError that names the field at fault."""
-    for name, why in _STATEFUL.items():
-        if fields.get(name):
-            refuse(name, why)
-    body = converted(fields, _Body)
-    budget = Budget()
-    body.check(vocabulary, budget)
+# Validation ------------------------------------------------------------------------------------------------
+
+
+def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> ValidBody:
+    refuse_fields(fields, _STATEFUL)
+    body, complexity = converted(fields, ResponsesBody), ComplexityLimit()
+    body.check(vocabulary, complexity)
     if isinstance(body.input, list):
         for index, item in enumerate(body.input):
             _check_item(f"input[{index}]", item)
@@ -99,16 +102,14 @@ def validate(fields: dict[str, Any], vocabulary: int) -> Valid:
     if form is not None and form.type == "json_schema":
         if form.schema is None or form.name is None:
             refuse("text.format", "The type 'json_schema' needs a 'name' and a 'schema'.")
-        check_schema("text.format.schema", form.schema, budget)
-    _check_tools(body, budget)
+        check_schema("text.format.schema", form.schema, complexity)
+    _check_tools(body, complexity)
     left_out = {"max_output_tokens"} if body.tools else {"max_output_tokens", "tool_choice", "parallel_tool_calls"}
-    return Valid(
-        fields=travelling(fields, _Body, left_out),
+    return ValidBody(
+        fields=travelling(fields, ResponsesBody, left_out),
         stream=bool(body.stream),
         choices=1,
         max_output_tokens=body.max_output_tokens,
-        limit_field="max_output_tokens",
-        prompt_field="input",
     )
 
 
@@ -130,16 +131,19 @@ def _check_item(where: str, item: _Item) -> None:
                 refuse(f"{where}.{name}[{number}]", f"A part of the type {part.type!r} needs its text.")
 
 
-def _check_tools(body: _Body, budget: Budget) -> None:
+def _check_tools(body: ResponsesBody, complexity: ComplexityLimit) -> None:
     choice = body.tool_choice
     named = choice.name if isinstance(choice, _ToolChoice) else None
     tools = [
         Tool(f"tools[{index}].parameters", each.name, each.parameters) for index, each in enumerate(body.tools or ())
     ]
-    check_tools(tools, None if isinstance(choice, _ToolChoice) else choice, named, budget)
+    check_tools(tools, None if isinstance(choice, _ToolChoice) else choice, named, complexity)
 
 
-def chat(fields: dict[str, Any]) -> dict[str, Any]:
+# The prompt ------------------------------------------------------------------------------------------------
+
+
+def chat(fields: dict[str, Any], system_first: bool) -> dict[str, Any]:
     """The fields of a chat body that render to the same prompt.
 
     For an input that ends in an unfinished message of the assistant, which vLLM continues, it is an estimate.
@@ -197,3 +201,32 @@ def _first_text(content: str | list[dict[str, Any]]) -> str:
         return content
     text: str = content[0].get("text") or ""
     return text
+
+
+# Events and errors -----------------------------------------------------------------------------------------
+
+
+def _error_event(error: ErrorData, request_id: str, attempt: int, number: int) -> bytes:
+    """OpenAI's event, and the ``error`` object by which its SDKs raise: they only pass the event on."""
+    event = {
+        "type": "error",
+        "code": error.code,
+        "message": error.message,
+        "param": error.param,
+        "sequence_number": number,
+        **openai_error(error, request_id, attempt),
+    }
+    return named_event(msgspec.json.encode(event))
+
+
+API = Api(
+    endpoint="responses",
+    summary="OpenAI: responses, without stored state",
+    body=ResponsesBody,
+    answer=dict[str, Any],
+    check=_check,
+    prompt_field="input",
+    chat=chat,
+    limit_field="max_output_tokens",
+    format=ResponseFormat(event=named_event, error_body=openai_error_body, error_event=_error_event),
+)

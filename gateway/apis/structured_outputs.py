@@ -39,7 +39,7 @@ LONG = 32
 _REPEATED = re.compile(r"\{\d*,?(\d+)\}", re.ASCII)
 
 
-class Budget:
+class ComplexityLimit:
     """What the constraints of one request have taken so far."""
 
     def __init__(self) -> None:
@@ -94,21 +94,21 @@ class StructuredOutputs(msgspec.Struct):
     disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
 
-    def check(self, where: str, budget: Budget) -> None:
+    def check(self, where: str, complexity: ComplexityLimit) -> None:
         kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
         if sum(getattr(self, name) is not None for name in kinds) != 1:
             refuse(where, f"Give exactly one of {', '.join(kinds)}.")
         if self.json is not None:
             schema = _decoded(f"{where}.json", self.json) if isinstance(self.json, str) else self.json
-            check_schema(f"{where}.json", schema, budget)
+            check_schema(f"{where}.json", schema, complexity)
         if self.regex is not None:
-            budget.pattern(f"{where}.regex", self.regex)
+            complexity.pattern(f"{where}.regex", self.regex)
         if self.whitespace_pattern is not None:
-            budget.pattern(f"{where}.whitespace_pattern", self.whitespace_pattern)
+            complexity.pattern(f"{where}.whitespace_pattern", self.whitespace_pattern)
         if self.choice is not None:
-            budget.chars(f"{where}.choice", sum(map(len, self.choice)))
+            complexity.chars(f"{where}.choice", sum(map(len, self.choice)))
         if self.structural_tag is not None:
-            _check_tag(f"{where}.structural_tag", _decoded(f"{where}.structural_tag", self.structural_tag), budget)
+            _check_tag(f"{where}.structural_tag", _decoded(f"{where}.structural_tag", self.structural_tag), complexity)
 
 
 class _JsonSchema(msgspec.Struct):
@@ -118,7 +118,7 @@ class _JsonSchema(msgspec.Struct):
     description: str | None = None
 
 
-class ResponseFormat(msgspec.Struct):
+class ResponseFormatParam(msgspec.Struct):
     """The chat's ``response_format``; ``structural_tag`` is vLLM's."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
@@ -127,17 +127,17 @@ class ResponseFormat(msgspec.Struct):
     structures: list[Any] | None = None
     triggers: list[str] | None = None
 
-    def check(self, where: str, budget: Budget) -> None:
+    def check(self, where: str, complexity: ComplexityLimit) -> None:
         if self.type == "json_schema":
             if self.json_schema is None or self.json_schema.schema is None:
                 refuse(f"{where}.json_schema", "The type 'json_schema' needs a 'json_schema' with 'name' and 'schema'.")
-            check_schema(f"{where}.json_schema.schema", self.json_schema.schema, budget)
+            check_schema(f"{where}.json_schema.schema", self.json_schema.schema, complexity)
         elif self.type == "structural_tag":
             if self.format is None and (self.structures is None or self.triggers is None):
                 refuse(where, "The type 'structural_tag' needs a 'format', or 'structures' and 'triggers'.")
             if len(msgspec.json.encode([self.format, self.structures, self.triggers])) > GRAMMAR_CHARS_MAX:
                 refuse(where, f"A structural tag has at most {GRAMMAR_CHARS_MAX} characters.")
-            _check_tag(where, [self.format, self.structures], budget)
+            _check_tag(where, [self.format, self.structures], complexity)
 
 
 def _decoded(where: str, text: str) -> Any:
@@ -147,7 +147,7 @@ def _decoded(where: str, text: str) -> Any:
         refuse(where, "This is not JSON.")
 
 
-def _check_tag(where: str, tag: Any, budget: Budget) -> None:
+def _check_tag(where: str, tag: Any, complexity: ComplexityLimit) -> None:
     """The schemas and patterns that stand anywhere in a structural tag."""
     waiting = [tag]
     while waiting:
@@ -155,9 +155,9 @@ def _check_tag(where: str, tag: Any, budget: Budget) -> None:
         if isinstance(node, dict):
             for name, value in node.items():
                 if name in ("schema", "json_schema"):
-                    check_schema(f"{where}.{name}", value, budget)
+                    check_schema(f"{where}.{name}", value, complexity)
                 elif name == "pattern":
-                    budget.pattern(f"{where}.{name}", value)
+                    complexity.pattern(f"{where}.{name}", value)
                 else:
                     waiting.append(value)
         elif isinstance(node, list):
@@ -175,7 +175,7 @@ class Tool(NamedTuple):
     schema: dict[str, Any] | None
 
 
-def check_tools(tools: Sequence[Tool], choice: str | None, named: str | None, budget: Budget) -> None:
+def check_tools(tools: Sequence[Tool], choice: str | None, named: str | None, complexity: ComplexityLimit) -> None:
     """``choice`` is a mode, or None beside the name of a function.
 
     Unless no call is wanted the schemas of all tools are compiled, also of those that are not strict and where the
@@ -188,7 +188,7 @@ def check_tools(tools: Sequence[Tool], choice: str | None, named: str | None, bu
     elif not tools and choice not in (None, "none", "auto"):
         refuse("tool_choice", "'tool_choice' needs 'tools'.")
     for tool in tools if choice != "none" else ():
-        check_schema(tool.where, tool.schema or {}, budget)
+        check_schema(tool.where, tool.schema or {}, complexity)
 
 
 # JSON schemas ----------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _REPEATS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"))
 
 
-def check_schema(where: str, schema: Any, budget: Budget) -> None:
+def check_schema(where: str, schema: Any, complexity: ComplexityLimit) -> None:
     """Raises HeadraceError that names the place in ``schema`` which is no JSON schema, or is too large to compile."""
     waiting = [(where, schema)]
     while waiting:
@@ -209,7 +209,7 @@ def check_schema(where: str, schema: Any, budget: Budget) -> None:
             continue
         if not isinstance(node, dict):
             refuse(at, "A schema is an object.")
-        _check_keywords(at, node, budget)
+        _check_keywords(at, node, complexity)
         if (reference := node.get("$ref")) is not None and not _resolves(reference, schema):
             refuse(f"{at}.$ref", "This refers to nothing inside the schema ('#', or '#/$defs/...').")
         for name in _SCHEMA:
@@ -226,11 +226,11 @@ def check_schema(where: str, schema: Any, budget: Budget) -> None:
             if (named := node.get(name)) is not None:
                 if not isinstance(named, dict):
                     refuse(f"{at}.{name}", "This is an object of schemas by name.")
-                budget.chars(f"{at}.{name}", sum(map(len, named)))
+                complexity.chars(f"{at}.{name}", sum(map(len, named)))
                 waiting += [(f"{at}.{name}.{key[:64]}", value) for key, value in named.items()]
 
 
-def _check_keywords(at: str, node: dict[str, Any], budget: Budget) -> None:
+def _check_keywords(at: str, node: dict[str, Any], complexity: ComplexityLimit) -> None:
     """What is no schema in itself."""
     if (kinds := node.get("type")) is not None:
         for kind in kinds if isinstance(kinds, list) and kinds else [kinds]:
@@ -239,29 +239,29 @@ def _check_keywords(at: str, node: dict[str, Any], budget: Budget) -> None:
     if (values := node.get("enum")) is not None:
         if not isinstance(values, list) or not values:
             refuse(f"{at}.enum", "This is a list with at least one value.")
-        budget.values(f"{at}.enum", len(values))
-        budget.chars(f"{at}.enum", len(msgspec.json.encode(values)))
+        complexity.values(f"{at}.enum", len(values))
+        complexity.chars(f"{at}.enum", len(msgspec.json.encode(values)))
     if "const" in node:
-        budget.chars(f"{at}.const", len(msgspec.json.encode(node["const"])))
+        complexity.chars(f"{at}.const", len(msgspec.json.encode(node["const"])))
     required = node.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         refuse(f"{at}.required", "This is a list of names.")
     if isinstance(properties := node.get("properties"), dict):
-        budget.properties(f"{at}.properties", len(properties))
+        complexity.properties(f"{at}.properties", len(properties))
         if len(properties.keys() - set(required)) > OPTIONAL_MAX:
             refuse(f"{at}.properties", f"At most {OPTIONAL_MAX} properties of an object may be optional.")
     if "pattern" in node:
-        budget.pattern(f"{at}.pattern", node["pattern"])
+        complexity.pattern(f"{at}.pattern", node["pattern"])
     if isinstance(named := node.get("patternProperties"), dict):
         for pattern in named:
-            budget.pattern(f"{at}.patternProperties", pattern)
+            complexity.pattern(f"{at}.patternProperties", pattern)
     for names in _REPEATS:
         for name in names:
             if (bound := node.get(name)) is not None and not (_is_whole(bound) and 0 <= bound <= REPEATS_MAX):
                 refuse(f"{at}.{name}", f"This is a whole number from 0 to {REPEATS_MAX}.")
         bounds = tuple(node.get(name) or 0 for name in names)
         if max(bounds) >= LONG:
-            budget.repetition(f"{at}.{names[bounds[1] >= LONG]}", (names, bounds))
+            complexity.repetition(f"{at}.{names[bounds[1] >= LONG]}", (names, bounds))
 
 
 def _is_whole(value: object) -> bool:

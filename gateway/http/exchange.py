@@ -14,7 +14,7 @@ import structlog
 from contracts import ids
 from contracts.errors import HeadraceError
 from gateway import metrics
-from gateway.apis import response_format
+from gateway.apis.table import format_of_path
 
 _log = structlog.get_logger()
 
@@ -49,11 +49,11 @@ class Exchange:
         "answer_headers",
         "body_read",
         "client_request_id",
+        "format",
         "request_id",
         "scope",
         "started_at",
         "status",
-        "wire",
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,9 +69,9 @@ class Exchange:
         self.answer_headers: Headers = [(b"x-request-id", self.request_id.encode())]
         if self.client_request_id:
             self.answer_headers.append((b"x-client-request-id", self.client_request_id.encode()))
-        self.wire = response_format.of_path(scope["path"])
-        if self.wire is response_format.MESSAGES:
-            self.answer_headers.append((b"request-id", self.request_id.encode()))  # Anthropic's name for it
+        self.format = format_of_path(scope["path"])
+        if self.format.request_id_header:
+            self.answer_headers.append((self.format.request_id_header, self.request_id.encode()))
         self._linger = False
 
     async def receive(self) -> ASGIMessage:
@@ -119,7 +119,7 @@ class Exchange:
     async def fail(self, error: HeadraceError, headers: Headers | None = None, *, status: int = 0) -> None:
         """Answer with the API's error body."""
         metrics.REFUSALS.labels(error.code).inc()
-        body = msgspec.json.encode(self.wire.error_body(error.code, error.message, error.param, self.request_id))
+        body = msgspec.json.encode(self.format.error_body(error.code, error.message, error.param, self.request_id))
         extra = list(headers or ())
         if error.entry.retry_after:
             extra.append((b"retry-after", str(max(1, error.retry_after_s or 1)).encode()))

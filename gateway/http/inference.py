@@ -16,22 +16,20 @@ from starlette.responses import Response
 
 from contracts.errors import HeadraceError
 from contracts.messages.admission import RateLimits
-from contracts.messages.base import Endpoint
 from contracts.messages.frames import ErrorData
 from contracts.messages.request import Reply
 from gateway import metrics
-from gateway.apis import response_format
+from gateway.apis import messages
+from gateway.apis.api import Api
 from gateway.config import GatewayConfig
 from gateway.http import body
 from gateway.http.body import CallerLeft
 from gateway.http.exchange import Exchange, Headers, Receive, Scope, Send
-from gateway.intake.admission import Admission, Call
+from gateway.intake.admission import DEADLINE_MS_MAX, Admission, AdmissionRefused, Admitted, Prepared, RequestContext
 from gateway.intake.auth import Directory
 from gateway.streams.hub import KEEP_ALIVE, Hub, Stream
 
 _log = structlog.get_logger()
-
-DEADLINE_MS_MAX = 3_600_000
 
 _STREAM_HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -106,27 +104,27 @@ class Completions:
             return False
         return True
 
-    async def __call__(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, api: Api, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["headrace"]
-        ending = _Ending(exchange)
+        log = _RequestLog(exchange, api)
         self._active += 1
         self._idle.clear()
         try:
-            await self._serve(endpoint, exchange, ending)
+            await self._serve(api, exchange, log)
         except HeadraceError as error:
-            ending.refused(error)
+            log.refused(error)
             if not exchange.status:
-                await exchange.fail(error, _limit_headers(ending.limits), status=ending.status)
+                await exchange.fail(error, _limit_headers(log.limits), status=log.status)
         except CallerLeft:
-            ending.outcome = "cancelled"
+            log.outcome = "cancelled"
         except Exception:
-            ending.outcome, ending.code = "failed", "internal_error"
+            log.outcome, log.code = "failed", "internal_error"
             raise
         finally:
             self._active -= 1
             if not self._active:
                 self._idle.set()
-            ending.log()
+            log.write()
 
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's ``/v1/messages/count_tokens``: answered here, nothing is admitted or charged."""
@@ -137,46 +135,42 @@ class Completions:
             data = await self._read(exchange)
         except CallerLeft:
             return Response(status_code=499)
-        tokens = await self._admission.count(identity, data)
+        tokens = await self._admission.count(messages.COUNT, identity.tenant, data)
         return Response(msgspec.json.encode({"input_tokens": tokens}), media_type="application/json")
 
     async def _read(self, exchange: Exchange) -> bytes:
         config, headers = self._config, exchange.scope["headers"]
         return await body.read(headers, exchange.receive, bytes_max=config.body_bytes_max, s_max=config.body_s_max)
 
-    async def _serve(self, endpoint: Endpoint, exchange: Exchange, ending: "_Ending") -> None:
+    async def _serve(self, api: Api, exchange: Exchange, log: "_RequestLog") -> None:
         if self.draining:
             raise HeadraceError("shutting_down", "This server is shutting down; try again.", retry_after_s=1)
         headers = exchange.scope["headers"]
         identity = self._directory.authenticate(headers)
-        ending.identified(identity.tenant.name, identity.key_id)
-        deadline_ms = _deadline_ms(headers)
-        data = await self._read(exchange)
-        call = ending.call = Call(
+        log.tenant, log.key_id = identity.tenant.name, identity.key_id
+        context = RequestContext(
             request_id=exchange.request_id,
             identity=identity,
-            endpoint=endpoint,
+            api=api,
             reply=Reply(subject=self._hub.reply_inbox, stream=exchange.request_id),
             stream_owner=self._hub.stream_owner,
-            deadline_ms=deadline_ms,
+            deadline_ms=_deadline_ms(headers),
             client_request_id=exchange.client_request_id,
         )
+        data = await self._read(exchange)
         with Caller(exchange.receive) as caller:
-            envelope = await self._admission.prepare(call, data)
-            del data
-            stream = ending.stream = Stream(
-                envelope, hold_s=self._config.hold_s, bytes_max=self._config.stream_bytes_max
+            prepared = await self._prepare(context, data, log)
+            stream = log.stream = Stream(
+                prepared.envelope, hold_s=self._config.hold_s, bytes_max=self._config.stream_bytes_max
             )
             self._hub.open(stream)
             try:
-                envelope = await self._admission.admit(call, envelope)
-                stream.model = envelope.model
-                await self._admission.publish(call, envelope)
-                del envelope
+                stream.model = await self._submit(prepared, log)
+                del data, prepared  # The body is stored; an answer may take minutes.
                 if stream.sse:
-                    await _write_events(exchange, stream, caller, ending, response_format.of(endpoint))
+                    await _write_events(exchange, stream, caller, log)
                 else:
-                    await _write_answer(exchange, stream, caller, ending)
+                    await _write_answer(exchange, stream, caller, log)
             except asyncio.CancelledError:
                 # Also before the request was stored: the scheduler remembers a cancel of an id it does not know.
                 self._hub.leave(stream, "client_disconnected")
@@ -184,15 +178,28 @@ class Completions:
             finally:
                 self._hub.leave(stream)
 
+    async def _prepare(self, context: RequestContext, data: bytes, log: "_RequestLog") -> Prepared:
+        parsed = await self._admission.parse(context.identity.tenant, data)
+        log.model = parsed.model.manifest.name
+        prepared = await self._admission.prepare(context, parsed)
+        log.requested(prepared)
+        return prepared
 
-async def _write_events(
-    exchange: Exchange, stream: Stream, caller: Caller, ending: "_Ending", forms: response_format.Wire
-) -> None:
+    async def _submit(self, prepared: Prepared, log: "_RequestLog") -> str:
+        """Admit and store; the model that will answer, which may be a fallback."""
+        admitted = await self._admission.admit(prepared)
+        log.requested(admitted)
+        log.limits = admitted.limits
+        await self._admission.publish(admitted)
+        return admitted.envelope.model
+
+
+async def _write_events(exchange: Exchange, stream: Stream, caller: Caller, log: "_RequestLog") -> None:
     """Server-sent events until the stream's end. Raises HeadraceError when it ends before anything was sent."""
     await stream.ready()
     if stream.ended and not stream.first_chunk_at:
-        ending.raise_for(stream)
-    headers = [*_STREAM_HEADERS, *_limit_headers(ending.limits)]
+        log.raise_for(stream)
+    headers = [*_STREAM_HEADERS, *_limit_headers(log.limits)]
     await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
     stream.committed = True
     send = exchange.send_body
@@ -202,23 +209,23 @@ async def _write_events(
         await send({"type": "http.response.body", "body": data, "more_body": True})
         await stream.ready()
         data = stream.take()
-    failure = ending.failure_of(stream)
+    failure = log.failure_of(stream)
     if failure is None:
-        data += forms.done
+        data += exchange.format.done
     else:
         metrics.REFUSALS.labels(failure.code).inc()
-        data += forms.error_event(failure, stream.request_id, stream.attempt, stream.chunks)
+        data += exchange.format.error_event(failure, stream.request_id, stream.attempt, stream.chunks)
     caller.let_go()
     await send({"type": "http.response.body", "body": data, "more_body": False})
 
 
-async def _write_answer(exchange: Exchange, stream: Stream, caller: Caller, ending: "_Ending") -> None:
+async def _write_answer(exchange: Exchange, stream: Stream, caller: Caller, log: "_RequestLog") -> None:
     """One JSON answer. Raises HeadraceError when there is none."""
     while not stream.ended:
         await stream.ready()
-    ending.raise_for(stream)
+    log.raise_for(stream)
     caller.let_go()
-    await exchange.respond(200, stream.take(), b"application/json", _limit_headers(ending.limits))
+    await exchange.respond(200, stream.take(), b"application/json", _limit_headers(log.limits))
 
 
 def _deadline_ms(headers: Headers) -> int | None:
@@ -261,31 +268,36 @@ def _span(milliseconds: int) -> bytes:
     return (f"{minutes}m{seconds}" if minutes else seconds).encode()
 
 
-class _Ending:
-    """How a request ended: told to the caller once, and written to the log as its one line."""
+class _RequestLog:
+    """What became of a request, gathered on its way; one line of the log and the metrics when it has ended."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, api: Api) -> None:
         self._exchange = exchange
-        self._tenant = ""
-        self._key_id = ""
-        self.call: Call | None = None
+        self._api = api
+        self._stream = False
+        self._prompt_tokens = 0
+        self.tenant = ""
+        self.key_id = ""
+        self.model = ""
+        """Empty until the body is parsed."""
+        self.limits: RateLimits | None = None
+        """The tenant's token buckets after the scheduler's decision."""
         self.stream: Stream | None = None
         self.outcome = "completed"
         self.code = ""
         self.status = 0
         """HTTP status when it is not the code's own."""
 
-    def identified(self, tenant: str, key_id: str) -> None:
-        self._tenant, self._key_id = tenant, key_id
-
-    @property
-    def limits(self) -> RateLimits | None:
-        return self.call.limits if self.call is not None else None
+    def requested(self, request: Prepared | Admitted) -> None:
+        envelope = request.envelope
+        self.model, self._stream, self._prompt_tokens = envelope.model, envelope.stream, envelope.prompt_tokens
 
     def refused(self, error: HeadraceError) -> None:
         self.code = error.code
         if self.outcome == "completed":
             self.outcome = "refused"
+        if isinstance(error, AdmissionRefused):
+            self.limits = error.limits
 
     def failure_of(self, stream: Stream) -> ErrorData | None:
         """Why the ended stream is no complete answer; None when it is one."""
@@ -303,28 +315,27 @@ class _Ending:
             self.status = failure.status
             raise HeadraceError(failure.code, failure.message, param=failure.param, retry_after_s=failure.retry_after_s)
 
-    def log(self) -> None:
-        exchange, call, stream = self._exchange, self.call, self.stream
+    def write(self) -> None:
+        exchange, stream = self._exchange, self.stream
         now = time.monotonic()
-        model = call.model if call is not None else ""
         end = stream.end if stream is not None else None
         first_at = stream.first_chunk_at if stream is not None else 0.0
-        metrics.DURATION.labels(model).observe(now - exchange.started_at)
+        metrics.DURATION.labels(self.model).observe(now - exchange.started_at)
         if stream is not None and stream.sse and first_at:
-            metrics.FIRST_TOKEN.labels(model).observe(first_at - exchange.started_at)
+            metrics.FIRST_TOKEN.labels(self.model).observe(first_at - exchange.started_at)
         _log.info(
             "request_finished",
             request_id=exchange.request_id,
             client_request_id=exchange.client_request_id,
-            tenant=self._tenant,
-            key_id=self._key_id,
-            model=model,
-            endpoint=call.endpoint if call is not None else "",
-            stream=call.stream if call is not None else False,
+            tenant=self.tenant,
+            key_id=self.key_id,
+            model=self.model,
+            endpoint=self._api.endpoint,
+            stream=self._stream,
             outcome=self.outcome,
             code=self.code,
             http_status=exchange.status or 499,
-            prompt_tokens=end.prompt_tokens if end is not None else call.prompt_tokens if call is not None else 0,
+            prompt_tokens=end.prompt_tokens if end is not None else self._prompt_tokens,
             completion_tokens=end.completion_tokens if end is not None else 0,
             attempt=stream.attempt if stream is not None else 0,
             ttft_ms=round((first_at - exchange.started_at) * 1000, 1) if first_at else None,

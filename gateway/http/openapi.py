@@ -13,8 +13,10 @@ import msgspec
 
 from contracts import errors
 from contracts.messages.usage import LatencyDimension, UsageDimension
-from gateway.apis import messages, responses, validation
-from gateway.http.inference import DEADLINE_MS_MAX
+from gateway.apis import messages
+from gateway.apis.api import Api
+from gateway.apis.table import APIS
+from gateway.intake.admission import DEADLINE_MS_MAX
 from gateway.management import admin, usage
 
 VERSION = "1"
@@ -74,23 +76,6 @@ _DEADLINE = _parameter(
     "Time to the first token that the caller accepts; without it the tenant's default holds.",
 )
 _OBJECT: Schema = {"type": "object"}
-_COMPLETION: Schema = {
-    "type": "object",
-    "properties": {
-        "id": _TEXT,
-        "object": _TEXT,
-        "created": {"type": "integer"},
-        "model": _TEXT,
-        "choices": {"type": "array", "items": {"type": "object"}},
-        "usage": {
-            "type": "object",
-            "properties": {
-                name: {"type": "integer"} for name in ("prompt_tokens", "completion_tokens", "total_tokens")
-            },
-        },
-    },
-    "required": ["id", "object", "created", "model", "choices", "usage"],
-}
 _MODEL: Schema = {
     "type": "object",
     "properties": {
@@ -103,7 +88,6 @@ _MODEL: Schema = {
     "required": ["id", "object", "created", "owned_by", "max_model_len"],
 }
 _COUNT: Schema = {"type": "object", "properties": {"input_tokens": {"type": "integer"}}, "required": ["input_tokens"]}
-_EMBEDDINGS = _list_of({"type": "object", "properties": {"index": {"type": "integer"}}})
 
 
 def _range(dimensions: Any, default: str) -> list[Schema]:
@@ -139,19 +123,17 @@ def _usage(prefix: str, tag: str, statuses: Sequence[int], more: Sequence[Schema
     ]
 
 
-def _inference(
-    path: str, summary: str, body: type[msgspec.Struct], answer: Schema, *, streams: bool = True
-) -> Operation:
+def _inference(api: Api) -> Operation:
     return Operation(
         method="post",
-        path=path,
+        path=api.path,
         tag="Inference",
-        summary=summary,
-        body=body,
+        summary=api.summary,
+        body=api.body,
         parameters=[_DEADLINE],
         statuses=INFERENCE,
-        answer=answer,
-        streams=streams,
+        answer=_OBJECT,
+        streams=api.streams,
     )
 
 
@@ -174,20 +156,16 @@ _STATUS: Schema = {"type": "object", "properties": {"status": {"const": "ok"}}, 
 _TENANT = _in_path("name", "The tenant's name.")
 
 OPERATIONS: tuple[Operation, ...] = (
-    _inference("/v1/chat/completions", "OpenAI: chat", validation._ChatBody, _COMPLETION),
-    _inference("/v1/completions", "OpenAI: completions", validation._CompletionBody, _COMPLETION),
-    _inference("/v1/responses", "OpenAI: responses, without stored state", responses._Body, _OBJECT),
-    _inference("/v1/messages", "Anthropic: messages", messages._Body, _OBJECT),
+    *map(_inference, APIS.values()),
     Operation(
         method="post",
         path="/v1/messages/count_tokens",
         tag="Inference",
         summary="Anthropic: input tokens of a message; nothing is charged",
-        body=messages._Body,
+        body=messages.CountBody,
         statuses=(*BODY, 401, 404, 503),
         answer=_COUNT,
     ),
-    _inference("/v1/embeddings", "OpenAI: embeddings", validation._EmbeddingBody, _EMBEDDINGS, streams=False),
     Operation(
         method="get",
         path="/v1/models",
@@ -344,9 +322,6 @@ _HEADERS: Schema = {
 _RATE_LIMITS = [name for name in _HEADERS if name.startswith("x-ratelimit")]
 
 
-_FAMILIES = {"validation": "OpenAI", "responses": "Responses", "messages": "Messages", "admin": "Admin"}
-
-
 class _Schemas:
     """Components of all operations. Modules name their structs alike, so each family has a prefix of its own."""
 
@@ -355,7 +330,7 @@ class _Schemas:
 
     def of(self, kind: type[msgspec.Struct]) -> Schema:
         """A reference to the schema of ``kind``."""
-        family = _FAMILIES[kind.__module__.rpartition(".")[2]]
+        family = kind.__module__.rpartition(".")[2].capitalize()
         [root], components = msgspec.json.schema_components(
             [kind], ref_template=f"#/components/schemas/{family}.{{name}}"
         )

@@ -12,6 +12,7 @@ from starlette.routing import Match, Route
 from contracts.bus import Bus
 from contracts.errors import HeadraceError
 from contracts.messages.records import Manifest
+from gateway.apis.table import APIS
 from gateway.http import pages
 from gateway.http.exchange import Edge, Exchange
 from gateway.http.inference import Completions
@@ -45,12 +46,8 @@ def build(
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     handlers = _Pages(directory, catalog, not_ready)
     app.router.routes += [
-        Route("/v1/chat/completions", partial(completions, "chat/completions"), methods=["POST"]),
-        Route("/v1/completions", partial(completions, "completions"), methods=["POST"]),
-        Route("/v1/responses", partial(completions, "responses"), methods=["POST"]),
-        Route("/v1/messages", partial(completions, "messages"), methods=["POST"]),
+        *(Route(api.path, partial(completions, api), methods=["POST"]) for api in APIS.values()),
         Route("/v1/messages/count_tokens", completions.count_tokens, methods=["POST"]),
-        Route("/v1/embeddings", partial(completions, "embeddings"), methods=["POST"]),
         Route("/v1/models", handlers.models, methods=["GET"]),
         Route("/v1/models/{model:path}", handlers.model, methods=["GET"]),
         Route("/health/live", handlers.live, methods=["GET"]),

@@ -1,7 +1,8 @@
-"""From a body to a request in REQUESTS: resolve, validate, count, ask the scheduler, store.
+"""From a body to a request in REQUESTS: parse, prepare (validate and count), admit (ask the scheduler), publish.
 
-One path for both front doors, HTTP and ``submit``. What it decides: whether the request is well-formed and fits the
-model's context. Everything else (limits, capacity, order, deadline) is the scheduler's answer, passed on.
+One path for HTTP and for the NATS ingress. Each step takes what the one before it gave, and changes nothing of it.
+What is decided here: whether the request is well-formed and fits the model's context. Everything else (limits,
+capacity, order, deadline) is the scheduler's answer, passed on.
 """
 
 import asyncio
@@ -15,14 +16,16 @@ from contracts import errors, subjects, topology
 from contracts.bus import Bus, BusError, StreamFull, TooLarge, Unavailable, Unconfirmed
 from contracts.errors import HeadraceError
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest, RateLimits
-from contracts.messages.base import Codec, Endpoint, Priority
+from contracts.messages.base import Codec, Priority
 from contracts.messages.control import CancelRequest
 from contracts.messages.records import Manifest, TenantRecord
 from contracts.messages.request import Reply, RequestEnvelope
-from gateway import threads
-from gateway.apis import json_limits, validation
+from gateway.apis import json_limits
+from gateway.apis.api import Api, ValidBody
+from gateway.apis.fields import model_of
 from gateway.intake.auth import Identity
 from gateway.intake.catalog import Catalog, Model
+from gateway.prompt import threads
 
 LARGE_BYTES = 256 << 10
 """Bodies over this are taken apart on a thread, in steps of tens of milliseconds at most (1M tokens, measured)."""
@@ -30,34 +33,61 @@ ASK_TIMEOUT_S = 1.0
 """One try at the scheduler; tries are repeated with the same id within the bound."""
 ASK_PAUSE_S = 0.1
 STORE_TIMEOUT_S_MAX = 5.0
+DEADLINE_MS_MAX = 3_600_000
+"""Longest time to the first token that a caller may state."""
 
 _request_codec = Codec[AdmissionRequest](AdmissionRequest)
 _answer_codec = Codec[AdmissionAnswer](AdmissionAnswer)
 _envelope_codec = Codec[RequestEnvelope](RequestEnvelope)
 
 
-class Call(msgspec.Struct, kw_only=True):
-    """One request on its way in: who asks for what, and what was learned so far."""
+class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
+    """Who asks, by which API, and where the answer goes: known before anything of the body is."""
 
     request_id: str
     identity: Identity
-    endpoint: Endpoint
+    api: Api
     reply: Reply
     stream_owner: str
     deadline_ms: int | None = None
     client_request_id: str = ""
-    model: str = ""
-    """Empty until the model is resolved."""
-    stream: bool = False
-    prompt_tokens: int = 0
-    body: bytes = b""
-    """What the engine will get, once it is known."""
-    limits: RateLimits | None = None
-    """The tenant's buckets after the decision."""
 
 
-class Refused(HeadraceError):
+class ParsedBody(msgspec.Struct, frozen=True):
+    """A JSON object and the model that it is for; nothing else of it was looked at."""
+
+    fields: dict[str, Any]
+    bytes: int
+    model: Model
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """A request that is well-formed and fits the model."""
+
+    context: RequestContext
+    envelope: RequestEnvelope
+    """Without the scheduler's part and without the body."""
+    body: bytes
+    """What the engine will get."""
+
+
+class Admitted(msgspec.Struct, frozen=True):
+    """A request that the scheduler of ``envelope.model`` admitted: of the model asked for, or of a fallback."""
+
+    envelope: RequestEnvelope
+    """Without the body."""
+    body: bytes
+    limits: RateLimits | None
+    """The tenant's token buckets after the decision."""
+
+
+class AdmissionRefused(HeadraceError):
     """The scheduler's refusal; its wording, and the state of the tenant's limits."""
+
+    def __init__(self, answer: AdmissionAnswer) -> None:
+        code = answer.code if answer.code in errors.TABLE else "overloaded"
+        super().__init__(code, answer.message, param=answer.param, retry_after_s=answer.retry_after_s)
+        self.limits = answer.limits
 
 
 class Admission:
@@ -78,106 +108,96 @@ class Admission:
         self._claim_check_bytes = claim_check_bytes
         self._ask_s_max = ask_s_max
 
-    async def prepare(self, call: Call, data: bytes | msgspec.Raw, *, model: str = "") -> RequestEnvelope:
-        """Check and count; the envelope still lacks the scheduler's part and the body.
+    async def parse(self, tenant: TenantRecord, data: bytes | msgspec.Raw, *, model: str = "") -> ParsedBody:
+        """Decode the body and find its model.
 
-        ``model`` stands in for one that the body does not name, and must not differ from it.
-
-        Raises HeadraceError.
+        ``model`` stands in for one that the body does not name, and must not differ from it. Raises HeadraceError.
         """
-        large = len(memoryview(data)) > LARGE_BYTES
-        body = await threads.run(large, json_limits.decode, data)
-        if model and body.setdefault("model", model) != model:
+        size = len(memoryview(data))
+        fields = await threads.run(size > LARGE_BYTES, json_limits.decode, data)
+        if model and fields.setdefault("model", model) != model:
             raise HeadraceError(
                 "invalid_request", "model: The body names another model than the subject.", param="model"
             )
-        entry = self._catalog.resolve(validation.model_of(body), call.identity.tenant)
-        manifest = entry.manifest
-        call.model = manifest.name
-        valid, prompts = await _counted(entry, call.endpoint, body, len(memoryview(data)))
-        call.stream = valid.stream
-        call.prompt_tokens = sum(prompts)
-        limit = output_limit(manifest, prompts, valid)
-        stated = {valid.limit_field: limit} if valid.limit_field else {}
-        call.body = await threads.run(large, msgspec.json.encode, valid.fields | stated)
-        tenant = call.identity.tenant
-        return RequestEnvelope(
-            request_id=call.request_id,
+        return ParsedBody(fields, size, self._catalog.resolve(model_of(fields), tenant))
+
+    async def prepare(self, context: RequestContext, parsed: ParsedBody) -> Prepared:
+        """Check and count; raises HeadraceError."""
+        api, manifest, tenant = context.api, parsed.model.manifest, context.identity.tenant
+        valid, prompts = await _counted(api, parsed)
+        limit = output_limit(api, manifest, prompts, valid)
+        stated = {api.limit_field: limit} if api.limit_field else {}
+        body = await threads.run(parsed.bytes > LARGE_BYTES, msgspec.json.encode, valid.fields | stated)
+        envelope = RequestEnvelope(
+            request_id=context.request_id,
             tenant=tenant.name,
-            key_id=call.identity.key_id,
+            key_id=context.identity.key_id,
             model=manifest.name,
-            endpoint=call.endpoint,
+            endpoint=api.endpoint,
             stream=valid.stream,
-            prompt_tokens=call.prompt_tokens,
+            prompt_tokens=sum(prompts),
             max_output_tokens=limit,
             choices=valid.choices,
             priority=_priority(tenant),
             admitted_at_ms=0,
             publish_by_ms=0,
             deadline_at_ms=0,
-            reply=call.reply,
-            stream_owner=call.stream_owner,
+            reply=context.reply,
+            stream_owner=context.stream_owner,
             tokenizer_fingerprint=manifest.tokenizer_fingerprint,
-            client_request_id=call.client_request_id,
+            client_request_id=context.client_request_id,
             prefix_caching=tenant.prefix_caching,
         )
+        return Prepared(context, envelope, body)
 
-    async def count(self, identity: Identity, data: bytes) -> int:
-        """Prompt tokens of a body of the Messages API, whose output limit is of no account. Raises HeadraceError."""
-        body = await threads.run(len(data) > LARGE_BYTES, json_limits.decode, data)
-        entry = self._catalog.resolve(validation.model_of(body), identity.tenant)
-        _, prompts = await _counted(entry, "messages", body | {"max_tokens": 2**31 - 1}, len(data))
+    async def count(self, api: Api, tenant: TenantRecord, data: bytes) -> int:
+        """Prompt tokens of a body that nobody will run; raises HeadraceError."""
+        _, prompts = await _counted(api, await self.parse(tenant, data))
         return sum(prompts)
 
-    async def admit(self, call: Call, envelope: RequestEnvelope) -> RequestEnvelope:
-        """Ask the model's scheduler; the envelope with its answer.
+    async def admit(self, prepared: Prepared) -> Admitted:
+        """Ask the model's scheduler.
 
         An overloaded model's request goes to the first of its fallbacks that admits it, where the tenant permits
-        that; the envelope and ``call.model`` then name the model that will answer. Raises HeadraceError.
+        that. Raises HeadraceError; AdmissionRefused is the first model's refusal.
         """
         try:
-            return await self._admit(call, envelope)
-        except Refused as refused:
-            if refused.code != "overloaded" or not call.identity.tenant.fallback:
+            return await self._admit(prepared)
+        except AdmissionRefused as refused:
+            tenant = prepared.context.identity.tenant
+            if refused.code != "overloaded" or not tenant.fallback:
                 raise
-            for name in self._catalog.resolve(envelope.model, call.identity.tenant).manifest.fallbacks:
-                if (admitted := await self._admit_elsewhere(call, name)) is not None:
-                    return admitted
+            for name in self._catalog.resolve(prepared.envelope.model, tenant).manifest.fallbacks:
+                try:
+                    body = msgspec.json.encode({**msgspec.json.decode(prepared.body), "model": name})
+                    return await self._admit(await self.prepare(prepared.context, await self.parse(tenant, body)))
+                except HeadraceError:
+                    continue
             raise
 
-    async def _admit_elsewhere(self, call: Call, name: str) -> RequestEnvelope | None:
-        """The same request for another model; None when that one does not take it."""
-        before = (call.model, call.body, call.prompt_tokens, call.limits)
-        try:
-            body = msgspec.json.encode({**msgspec.json.decode(call.body), "model": name})
-            return await self._admit(call, await self.prepare(call, body))
-        except HeadraceError:
-            call.model, call.body, call.prompt_tokens, call.limits = before
-            return None
-
-    async def _admit(self, call: Call, envelope: RequestEnvelope) -> RequestEnvelope:
-        answer = await self._ask(call, envelope)
-        call.limits = answer.limits
+    async def _admit(self, prepared: Prepared) -> Admitted:
+        answer = await self._ask(prepared)
         if not answer.admitted:
-            code = answer.code if answer.code in errors.TABLE else "overloaded"
-            raise Refused(code, answer.message, param=answer.param, retry_after_s=answer.retry_after_s)
-        return msgspec.structs.replace(
-            envelope,
+            raise AdmissionRefused(answer)
+        envelope = msgspec.structs.replace(
+            prepared.envelope,
             admitted_at_ms=_now_ms(),
             publish_by_ms=answer.publish_by_ms,
             deadline_at_ms=answer.deadline_at_ms,
         )
+        return Admitted(envelope, prepared.body, answer.limits)
 
-    async def publish(self, call: Call, envelope: RequestEnvelope) -> None:
+    async def publish(self, admitted: Admitted) -> None:
         """Store an admitted request; from then on it survives any process.
 
         Raises HeadraceError, having cancelled the request.
         """
+        envelope = admitted.envelope
         try:
-            envelope = await self._with_body(call, envelope)
+            envelope = await self._with_body(envelope, admitted.body)
             left_s = (envelope.publish_by_ms - _now_ms()) / 1000
             if left_s <= 0:
-                raise Unconfirmed("the reservation lapsed before the request was stored")
+                raise Unconfirmed("the reservation expired before the request was stored")
             await self._bus.store(
                 subjects.request(envelope.model, envelope.tenant),
                 _envelope_codec.encode(envelope),
@@ -192,10 +212,11 @@ class Admission:
             )
             raise _not_stored(error) from error
 
-    async def _ask(self, call: Call, envelope: RequestEnvelope) -> AdmissionAnswer:
+    async def _ask(self, prepared: Prepared) -> AdmissionAnswer:
+        envelope = prepared.envelope
         question = _request_codec.encode(
             AdmissionRequest(
-                request_id=call.request_id,
+                request_id=envelope.request_id,
                 tenant=envelope.tenant,
                 key_id=envelope.key_id,
                 model=envelope.model,
@@ -205,8 +226,8 @@ class Admission:
                 choices=envelope.choices,
                 stream=envelope.stream,
                 priority=envelope.priority,
-                deadline_ms=call.deadline_ms,
-                stream_owner=call.stream_owner,
+                deadline_ms=prepared.context.deadline_ms,
+                stream_owner=envelope.stream_owner,
                 version=envelope.version,
             )
         )
@@ -225,31 +246,30 @@ class Admission:
                     ) from error
             await asyncio.sleep(ASK_PAUSE_S)
 
-    async def _with_body(self, call: Call, envelope: RequestEnvelope) -> RequestEnvelope:
+    async def _with_body(self, envelope: RequestEnvelope, body: bytes) -> RequestEnvelope:
         """A large body goes to the object store, and its name travels (claim check)."""
-        body, call.body = call.body, b""
         if len(body) <= self._claim_check_bytes:
             return msgspec.structs.replace(envelope, body=msgspec.Raw(body))
         await self._bus.object_put(topology.BODIES, envelope.request_id, body)
         return msgspec.structs.replace(envelope, body_object=envelope.request_id)
 
 
-async def _counted(
-    entry: Model, endpoint: Endpoint, body: dict[str, Any], size: int
-) -> tuple[validation.Valid, list[int]]:
-    """A body of ``size`` bytes, checked, and the tokens of each of its prompts. Raises HeadraceError."""
-    manifest = entry.manifest
-    if endpoint not in manifest.endpoints:
-        raise HeadraceError("invalid_request", f"The model {manifest.name!r} does not serve {endpoint}.", param="model")
-    await entry.tokens.ready()
-    vocabulary = entry.tokens.vocabulary
-    valid = await threads.run(size > LARGE_BYTES, validation.validate, endpoint, body, manifest, vocabulary)
-    return valid, await entry.tokens.count(endpoint, valid.fields, size)
+async def _counted(api: Api, parsed: ParsedBody) -> tuple[ValidBody, list[int]]:
+    """The checked body, and the tokens of each of its prompts. Raises HeadraceError."""
+    manifest, tokens = parsed.model.manifest, parsed.model.tokens
+    if api.endpoint not in manifest.endpoints:
+        raise HeadraceError(
+            "invalid_request", f"The model {manifest.name!r} does not serve {api.endpoint}.", param="model"
+        )
+    await tokens.ready()
+    large = parsed.bytes > LARGE_BYTES
+    valid = await threads.run(large, api.validate, parsed.fields, manifest, tokens.vocabulary)
+    return valid, await tokens.count(api, valid.fields, parsed.bytes)
 
 
-def output_limit(manifest: Manifest, prompts: list[int], valid: validation.Valid) -> int:
+def output_limit(api: Api, manifest: Manifest, prompts: list[int], valid: ValidBody) -> int:
     """Output tokens per choice that are reserved and allowed; raises HeadraceError when they cannot fit."""
-    part, longest = valid.prompt_field, max(prompts)
+    part, longest = api.prompt_field, max(prompts)
     if min(prompts) == 0:
         raise HeadraceError("invalid_request", f"{part}: The {part} has no tokens.", param=part)
     room = manifest.context - longest
@@ -258,7 +278,7 @@ def output_limit(manifest: Manifest, prompts: list[int], valid: validation.Valid
         has = f"{longest} in the {part}"
         if asked is None:
             asks = f"you asked for {longest} tokens ({has}), and at least one must be left for the completion"
-        elif valid.limit_field:
+        elif api.limit_field:
             asks = f"you asked for {longest + asked} tokens ({has}, {asked} in the completion)"
         else:
             asks = f"you asked for {longest} tokens"

@@ -1,4 +1,4 @@
-"""The front door on the bus: ``submit.v1.<tenant>.<model>``, answered by any gateway.
+"""The NATS ingress: ``submit.v1.<tenant>.<model>``, answered by any gateway.
 
 The tenant is the subject's, which the bus's permissions bind to the sender. Frames go from the worker straight to
 the sender's own reply subject; the gateway is out of the way once it has answered.
@@ -10,11 +10,12 @@ import structlog
 from contracts import ids, subjects
 from contracts.bus import Bus, BusError, Incoming, Subscription
 from contracts.errors import HeadraceError
+from contracts.messages.admission import RateLimits
 from contracts.messages.base import Codec
 from contracts.messages.frames import ErrorData
 from contracts.messages.request import SubmitAnswer, SubmitRequest
-from gateway.http.inference import DEADLINE_MS_MAX
-from gateway.intake.admission import Admission, Call
+from gateway.apis.table import APIS
+from gateway.intake.admission import DEADLINE_MS_MAX, Admission, AdmissionRefused, RequestContext
 from gateway.intake.auth import Directory, Identity
 
 _log = structlog.get_logger()
@@ -27,7 +28,9 @@ _submit_codec = Codec[SubmitRequest](SubmitRequest)
 _answer_codec = Codec[SubmitAnswer](SubmitAnswer)
 
 
-class FrontDoor:
+class NatsIngress:
+    """Takes requests from the bus between ``start`` and ``close``."""
+
     def __init__(self, bus: Bus, directory: Directory, admission: Admission) -> None:
         self._bus = bus
         self._directory = directory
@@ -79,27 +82,29 @@ class FrontDoor:
             raise HeadraceError(
                 "invalid_request", f"deadline_ms must be from 1 to {DEADLINE_MS_MAX}.", param="deadline_ms"
             )
-        call = Call(
+        context = RequestContext(
             request_id=request_id,
             identity=Identity(tenant, KEY_ID),
-            endpoint=submitted.endpoint,
+            api=APIS[submitted.endpoint],
             reply=submitted.reply,
             stream_owner=_stream_owner(tenant_name, submitted.stream_owner),
             deadline_ms=deadline_ms,
         )
-        envelope = await self._admission.prepare(call, submitted.body or b"{}", model=model)
+        parsed = await self._admission.parse(tenant, submitted.body or b"{}", model=model)
+        admitted = await self._admission.admit(await self._admission.prepare(context, parsed))
         try:
-            await self._admission.publish(call, await self._admission.admit(call, envelope))
+            await self._admission.publish(admitted)
         except HeadraceError as error:
-            return _refusal(request_id, error, call)
+            return _refusal(request_id, error, admitted.limits)
+        envelope = admitted.envelope
         _log.info(
             "request_submitted",
             request_id=request_id,
             tenant=tenant_name,
-            model=call.model,
-            prompt_tokens=call.prompt_tokens,
+            model=envelope.model,
+            prompt_tokens=envelope.prompt_tokens,
         )
-        return SubmitAnswer(admitted=True, request_id=request_id, model=call.model, limits=call.limits)
+        return SubmitAnswer(admitted=True, request_id=request_id, model=envelope.model, limits=admitted.limits)
 
 
 def _stream_owner(tenant: str, incarnation: str) -> str:
@@ -110,11 +115,11 @@ def _stream_owner(tenant: str, incarnation: str) -> str:
         raise HeadraceError("invalid_request", f"stream_owner: {error}.", param="stream_owner") from error
 
 
-def _refusal(request_id: str, error: HeadraceError, call: Call | None = None) -> SubmitAnswer:
+def _refusal(request_id: str, error: HeadraceError, limits: RateLimits | None = None) -> SubmitAnswer:
     return SubmitAnswer(
         admitted=False,
         request_id=request_id,
         status=error.entry.status,
         error=ErrorData(code=error.code, message=error.message, param=error.param, retry_after_s=error.retry_after_s),
-        limits=call.limits if call is not None else None,
+        limits=error.limits if isinstance(error, AdmissionRefused) else limits,
     )

@@ -1,7 +1,7 @@
 """Exact prompt tokens of a request, counted as its engine will count them.
 
 For vLLM: the model's own tokenizer and chat template, without torch. What vLLM does to messages before it renders
-them (``vllm.renderers``) is repeated here in ``rendering``; tests compare both. Long texts are counted on threads,
+them (``vllm.renderers``) is repeated in ``chat_template``; tests compare both. Long texts are counted on threads,
 in calls that release the GIL, so that they do not delay streams.
 """
 
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from contracts.errors import HeadraceError
-from contracts.messages.base import Endpoint
 from contracts.messages.records import Manifest
 from contracts.simulated import simulated_prompts
-from gateway import metrics, threads
-from gateway.apis import messages, responses
+from gateway import metrics
+from gateway.apis.api import Api
+from gateway.prompt import threads
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -55,13 +55,13 @@ class TokenCounter:
             _log.error("tokenizer_unreadable", model=self._manifest.name, reason=str(error))
             raise HeadraceError("unavailable", "The model's tokenizer cannot be loaded.", retry_after_s=5) from error
 
-    async def count(self, endpoint: Endpoint, fields: dict[str, Any], size: int) -> list[int]:
+    async def count(self, api: Api, fields: dict[str, Any], size: int) -> list[int]:
         """Tokens of each prompt. ``fields`` is a validated body of ``size`` bytes; call ``ready`` before.
 
         Raises HeadraceError (invalid_request) when the chat template refuses the messages.
         """
         with metrics.COUNTING.time():
-            return await threads.run(size > INLINE_BYTES_MAX, self._count, endpoint, fields)
+            return await threads.run(size > INLINE_BYTES_MAX, self._count, api, fields)
 
     def _load(self) -> None:
         self._loading = threads.start(self._read)
@@ -85,25 +85,20 @@ class TokenCounter:
         self._tokenizer = tokenizer
         self.vocabulary = tokenizer.get_vocab_size(with_added_tokens=True)
 
-    def _count(self, endpoint: Endpoint, fields: dict[str, Any]) -> list[int]:
+    def _count(self, api: Api, fields: dict[str, Any]) -> list[int]:
         if self._tokenizer is None:
-            return [len(prompt) for prompt in simulated_prompts(endpoint, fields)]
-        if endpoint in ("chat/completions", "responses", "messages"):
-            return self._lengths([self._rendered(endpoint, fields)], special_tokens=False)
-        prompt = fields["input" if endpoint == "embeddings" else "prompt"]
+            return [len(prompt) for prompt in simulated_prompts(api.endpoint, fields)]
+        if api.chat is not None:
+            if self._template is None:
+                raise HeadraceError("invalid_request", "This model has no chat template.", param="model")
+            text = self._template.render(api.chat(fields, self._template.system_first))
+            return self._lengths([text], special_tokens=False)
+        prompt = fields[api.prompt_field]
         if isinstance(prompt, str):
             return self._lengths([prompt], special_tokens=True)
         if isinstance(prompt[0], str):
             return self._lengths(prompt, special_tokens=True)
         return [len(prompt)] if isinstance(prompt[0], int) else [len(ids) for ids in prompt]
-
-    def _rendered(self, endpoint: Endpoint, fields: dict[str, Any]) -> str:
-        template = self._template
-        if template is None:
-            raise HeadraceError("invalid_request", "This model has no chat template.", param="model")
-        if endpoint == "messages":
-            return template.render(messages.chat(fields, system_first=template.system_first))
-        return template.render(responses.chat(fields) if endpoint == "responses" else fields)
 
     def _lengths(self, texts: list[str], *, special_tokens: bool) -> list[int]:
         assert self._tokenizer is not None

@@ -21,7 +21,7 @@ from contracts.messages.frames import EndData, ErrorData, FramesAnswer, FramesRe
 from contracts.messages.request import RequestEnvelope
 from contracts.streaming.relay import AskFrames, AskStatus, Effects, Fail, Finish, Forward, Relay
 from gateway import metrics
-from gateway.apis import response_format
+from gateway.apis.table import APIS
 
 _log = structlog.get_logger()
 
@@ -105,7 +105,7 @@ class Stream:
         self._bytes_max = bytes_max
         self._waiter: asyncio.Future[None] | None = None
         self._gaps = metrics.INTER_TOKEN.of(envelope.model)
-        self._event = response_format.of(envelope.endpoint).event
+        self._event = APIS[envelope.endpoint].format.event
 
     @property
     def ended(self) -> bool:

@@ -305,7 +305,7 @@ async def test_c44_a_bug_is_500_without_a_traceback(world: World, monkeypatch: p
     def boom(*_: object) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr("gateway.apis.validation.validate", boom)
+    monkeypatch.setattr("gateway.apis.api.Api.validate", boom)
     monkeypatch.setattr("gateway.http.routes._model", boom)
     for response in (await world.post(BASE), await world.client.get("/v1/models")):
         assert response.status_code == 500

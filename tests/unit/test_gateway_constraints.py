@@ -10,15 +10,17 @@ import pytest
 from contracts.errors import HeadraceError
 from contracts.messages.base import Endpoint
 from contracts.messages.records import Manifest
-from gateway.apis import json_limits, validation
+from gateway.apis import json_limits
+from gateway.apis.api import ValidBody
+from gateway.apis.table import APIS
 
 MANIFEST = Manifest(name="m", version="1", engine="vllm", context=4096, default_output_tokens=16)
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 SCHEMA = "response_format.json_schema.schema"
 
 
-def check(endpoint: Endpoint = "chat/completions", **fields: Any) -> validation.Valid:
-    return validation.validate(endpoint, json_limits.decode(msgspec.json.encode(CHAT | fields)), MANIFEST, 49152)
+def check(endpoint: Endpoint = "chat/completions", **fields: Any) -> ValidBody:
+    return APIS[endpoint].validate(json_limits.decode(msgspec.json.encode(CHAT | fields)), MANIFEST, 49152)
 
 
 def refused(endpoint: Endpoint = "chat/completions", **fields: Any) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from contracts.errors import HeadraceError
 from contracts.messages.records import Manifest
+from gateway.apis.table import APIS
 from gateway.prompt.chat_template import ChatTemplate
 from gateway.prompt.token_counter import TokenCounter
 
@@ -182,11 +183,11 @@ async def test_prompt_tokens_of_a_real_tokenizer(tmp_path: Path) -> None:
     assert counter.vocabulary == 9
     chat = {"messages": [{"role": "user", "content": "one two three"}]}
     for size in (10, 10_000):  # On the spot, and on a thread.
-        assert await counter.count("chat/completions", chat, size) == [5]
-        assert await counter.count("completions", {"prompt": "one two"}, size) == [3]
-        assert await counter.count("completions", {"prompt": ["one", "one two"]}, size) == [2, 3]
-        assert await counter.count("completions", {"prompt": [1, 2, 3]}, size) == [3]
-        assert await counter.count("completions", {"prompt": [[1], [2, 3]]}, size) == [1, 2]
+        assert await counter.count(APIS["chat/completions"], chat, size) == [5]
+        assert await counter.count(APIS["completions"], {"prompt": "one two"}, size) == [3]
+        assert await counter.count(APIS["completions"], {"prompt": ["one", "one two"]}, size) == [2, 3]
+        assert await counter.count(APIS["completions"], {"prompt": [1, 2, 3]}, size) == [3]
+        assert await counter.count(APIS["completions"], {"prompt": [[1], [2, 3]]}, size) == [1, 2]
 
 
 async def test_a_tokenizer_that_cannot_be_read_is_tried_again(tmp_path: Path) -> None:
@@ -197,4 +198,4 @@ async def test_a_tokenizer_that_cannot_be_read_is_tried_again(tmp_path: Path) ->
     assert caught.value.code == "unavailable"
     make_model(tmp_path)
     await counter.ready()
-    assert await counter.count("completions", {"prompt": "one"}, 10) == [2]
+    assert await counter.count(APIS["completions"], {"prompt": "one"}, 10) == [2]

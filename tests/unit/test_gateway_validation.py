@@ -9,7 +9,9 @@ import pytest
 from contracts.errors import HeadraceError
 from contracts.messages.base import Endpoint
 from contracts.messages.records import Manifest
-from gateway.apis import json_limits, validation
+from gateway.apis import json_limits
+from gateway.apis.api import ValidBody
+from gateway.apis.table import APIS
 from gateway.intake.admission import output_limit
 
 SIMULATED = Manifest(name="m", version="1", engine="simulated", context=4096, default_output_tokens=16)
@@ -18,10 +20,11 @@ BASE: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
 TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
 
 
-def check(
-    body: dict[str, Any], endpoint: Endpoint = "chat/completions", manifest: Manifest = SIMULATED
-) -> validation.Valid:
-    return validation.validate(endpoint, json_limits.decode(json.dumps(body).encode()), manifest, None)
+CHAT, COMPLETIONS = APIS["chat/completions"], APIS["completions"]
+
+
+def check(body: dict[str, Any], endpoint: Endpoint = "chat/completions", manifest: Manifest = SIMULATED) -> ValidBody:
+    return APIS[endpoint].validate(json_limits.decode(json.dumps(body).encode()), manifest, None)
 
 
 def refused(body: dict[str, Any], endpoint: Endpoint = "chat/completions", **options: Any) -> HeadraceError:
@@ -351,7 +354,7 @@ def test_simulate_is_for_the_simulated_engine_alone() -> None:
 
 def test_a_scripted_answer_states_its_length() -> None:
     valid = check(BASE | {"simulate": {"tokens": ["a"] * 40}})
-    assert output_limit(SIMULATED, [5], valid) == 40
+    assert output_limit(CHAT, SIMULATED, [5], valid) == 40
 
 
 # The context -----------------------------------------------------------------------------------------------
@@ -361,25 +364,25 @@ def test_a_scripted_answer_states_its_length() -> None:
 def test_c35_what_does_not_fit_is_refused_with_both_numbers(prompt: int, asked: int | None) -> None:
     valid = check(BASE | {"max_tokens": asked})
     with pytest.raises(HeadraceError) as caught:
-        output_limit(SIMULATED, [prompt], valid)
+        output_limit(CHAT, SIMULATED, [prompt], valid)
     assert caught.value.code == "context_length_exceeded"
     assert "4096" in caught.value.message
     assert str(prompt) in caught.value.message
 
 
 def test_the_default_limit_shrinks_to_the_room_that_is_left() -> None:
-    assert output_limit(SIMULATED, [4090], check(BASE)) == 6
-    assert output_limit(SIMULATED, [10], check(BASE)) == 16
-    assert output_limit(SIMULATED, [10, 4095], check(TEXT, "completions")) == 1
-    assert output_limit(SIMULATED, [4000], check(BASE | {"max_tokens": 96})) == 96
+    assert output_limit(CHAT, SIMULATED, [4090], check(BASE)) == 6
+    assert output_limit(CHAT, SIMULATED, [10], check(BASE)) == 16
+    assert output_limit(COMPLETIONS, SIMULATED, [10, 4095], check(TEXT, "completions")) == 1
+    assert output_limit(CHAT, SIMULATED, [4000], check(BASE | {"max_tokens": 96})) == 96
 
 
 def test_a_prompt_without_tokens_is_refused() -> None:
     with pytest.raises(HeadraceError, match="no tokens"):
-        output_limit(SIMULATED, [3, 0], check(TEXT, "completions"))
+        output_limit(COMPLETIONS, SIMULATED, [3, 0], check(TEXT, "completions"))
 
 
 def test_large_and_exact_numbers_survive() -> None:
     body = json_limits.decode(b'{"model":"m","prompt":"x","seed":9223372036854775807,"temperature":0.1}')
-    fields = validation.validate("completions", body, SIMULATED, None).fields
+    fields = COMPLETIONS.validate(body, SIMULATED, None).fields
     assert msgspec.json.decode(msgspec.json.encode(fields)) == body

@@ -11,7 +11,8 @@ import pytest
 from contracts import errors
 from contracts.errors import HeadraceError
 from contracts.messages.records import Manifest
-from gateway.apis import validation
+from gateway.apis.fields import model_of
+from gateway.apis.table import APIS
 from gateway.config import GatewayConfig
 from gateway.http import openapi, routes
 from gateway.intake.auth import Directory
@@ -72,13 +73,13 @@ def test_every_error_is_a_documented_answer_of_something() -> None:
 
 
 def chat_schema() -> jsonschema.Draft202012Validator:
-    schema = {"$ref": "#/components/schemas/OpenAI.ChatBody", "components": DOCUMENT["components"]}
+    schema = {"$ref": "#/components/schemas/Chat.ChatBody", "components": DOCUMENT["components"]}
     return jsonschema.Draft202012Validator(schema)
 
 
 def check(body: dict[str, Any]) -> None:
-    validation.model_of(body)
-    validation.validate("chat/completions", body, MANIFEST, None)
+    model_of(body)
+    APIS["chat/completions"].validate(body, MANIFEST, None)
 
 
 def test_the_pages_load_nothing_from_elsewhere() -> None:

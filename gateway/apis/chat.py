@@ -1,0 +1,126 @@
+"""OpenAI's chat (``/v1/chat/completions``)."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from contracts.messages.records import Manifest
+from gateway.apis.api import Api, ValidBody
+from gateway.apis.fields import INT_MAX, Positive, Text, converted, refuse
+from gateway.apis.json_limits import check_text
+from gateway.apis.sampling import Completion, LogprobCount, TextBody, only_offered
+from gateway.apis.structured_outputs import ComplexityLimit, Tool, check_tools
+
+
+class _Part(msgspec.Struct):
+    type: Literal["text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+
+class _FunctionCall(msgspec.Struct):
+    name: Text
+    arguments: str
+
+
+class _ToolCall(msgspec.Struct):
+    function: _FunctionCall
+    id: str
+    type: Literal["function"] = "function"
+
+
+class _Message(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[_Part] | None = None
+    name: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Function(msgspec.Struct):
+    name: Text
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Tool(msgspec.Struct):
+    function: _Function
+    type: Literal["function"] = "function"
+
+
+class _Named(msgspec.Struct):
+    name: Text
+
+
+class _ToolChoice(msgspec.Struct):
+    function: _Named
+    type: Literal["function"] = "function"
+
+
+class ChatBody(TextBody, kw_only=True):
+    messages: Annotated[list[_Message], Meta(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: LogprobCount | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | _ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=INT_MAX)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> ValidBody:
+    fields = only_offered(fields)
+    body, complexity = converted(fields, ChatBody), ComplexityLimit()
+    for index, message in enumerate(body.messages):
+        _check_message(f"messages[{index}]", message)
+    if body.top_logprobs and not body.logprobs:
+        refuse("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
+    if body.continue_final_message and (body.add_generation_prompt is not False or body.messages[-1].content is None):
+        refuse("continue_final_message", "This needs content to continue, and 'add_generation_prompt': false.")
+    _check_tools(body, complexity)
+    body.check_all(manifest, vocabulary, complexity)
+    limits = [limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None]
+    return body.valid(fields, prompts=1, limit=min(limits, default=None))
+
+
+def _check_tools(body: ChatBody, complexity: ComplexityLimit) -> None:
+    choice = body.tool_choice
+    named = choice.function.name if isinstance(choice, _ToolChoice) else None
+    functions = [tool.function for tool in body.tools or ()]
+    tools = [
+        Tool(f"tools[{index}].function.parameters", each.name, each.parameters) for index, each in enumerate(functions)
+    ]
+    check_tools(tools, None if isinstance(choice, _ToolChoice) else choice, named, complexity)
+
+
+def _check_message(where: str, message: _Message) -> None:
+    if message.content is None and message.role != "assistant":
+        refuse(f"{where}.content", f"A message with the role {message.role!r} needs content.")
+    if message.tool_calls and message.role != "assistant":
+        refuse(f"{where}.tool_calls", "Only messages with the role 'assistant' may hold tool calls.")
+    for number, call in enumerate(message.tool_calls or ()):
+        check_text(f"{where}.tool_calls[{number}].function.arguments", call.function.arguments)
+    if isinstance(message.content, list):
+        for number, part in enumerate(message.content):
+            if (part.refusal if part.type == "refusal" else part.text) is None:
+                refuse(f"{where}.content[{number}]", f"A part of the type {part.type!r} needs its text.")
+
+
+API = Api(
+    endpoint="chat/completions",
+    summary="OpenAI: chat",
+    body=ChatBody,
+    answer=Completion,
+    check=_check,
+    prompt_field="messages",
+    chat=lambda fields, system_first: fields,
+)

@@ -1,0 +1,39 @@
+"""OpenAI's completions (``/v1/completions``): the prompt is text or token ids, and there may be several."""
+
+from typing import Any
+
+from contracts.messages.records import Manifest
+from gateway.apis.api import Api, ValidBody
+from gateway.apis.fields import Positive, converted, count_prompts, refuse
+from gateway.apis.sampling import Completion, LogprobCount, TextBody, only_offered
+from gateway.apis.structured_outputs import ComplexityLimit
+
+
+class CompletionsBody(TextBody, kw_only=True):
+    prompt: str | list[Any]
+    logprobs: LogprobCount | None = None
+    echo: bool | None = None
+    best_of: Positive | None = None
+    suffix: str | None = None
+
+
+def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> ValidBody:
+    fields = only_offered(fields)
+    body = converted(fields, CompletionsBody)
+    if body.best_of is not None and body.best_of > (body.n or 1):
+        refuse("best_of", "'best_of' above 'n' is not supported.")
+    if body.suffix:
+        refuse("suffix", "'suffix' is not supported.")
+    prompts = count_prompts("prompt", body.prompt, vocabulary)
+    body.check_all(manifest, vocabulary, ComplexityLimit())
+    return body.valid(fields, prompts=prompts, limit=body.max_tokens)
+
+
+API = Api(
+    endpoint="completions",
+    summary="OpenAI: completions",
+    body=CompletionsBody,
+    answer=Completion,
+    check=_check,
+    prompt_field="prompt",
+)
