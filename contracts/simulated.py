@@ -41,7 +41,7 @@ class Simulate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     hang_after: _Count | None = None
     """The attempt stalls for ever after that many tokens."""
     submit_delay_ms: _Span | None = None
-    """The worker waits that long between pull and submission to the engine."""
+    """The attempt waits that long before the engine's batch hears of it."""
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.token_hex is not None:

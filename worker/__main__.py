@@ -5,14 +5,14 @@ import sys
 from contracts.bus import Bus
 from contracts.service.process import run_service
 from worker.config import WorkerConfig
-from worker.engines.build import build_engine
+from worker.engines import table
 from worker.service import Worker, await_manifest
 
 
 async def build(config: WorkerConfig, bus: Bus) -> Worker:
     """A worker of the model, once the model has a manifest."""
     manifest = await await_manifest(bus, config.model)
-    return Worker(bus, config, manifest, lambda: build_engine(config, manifest))
+    return Worker(bus, config, manifest, lambda: table.build(config, manifest))
 
 
 if __name__ == "__main__":

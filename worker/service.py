@@ -19,7 +19,6 @@ from contracts.messages.control import ControlAnswer, ControlRequest, WorkerHear
 from contracts.messages.frames import EndData, ErrorData
 from contracts.messages.records import Manifest
 from contracts.messages.request import RequestEnvelope, WorkItem
-from contracts.simulated import Simulate
 from worker import attempt_store, metrics
 from worker.config import WorkerConfig
 from worker.core import events
@@ -49,13 +48,6 @@ _answer: Codec[ControlAnswer] = Codec(ControlAnswer)
 _heartbeat: Codec[WorkerHeartbeat] = Codec(WorkerHeartbeat)
 _end: Codec[EndData] = Codec(EndData)
 _error: Codec[ErrorData] = Codec(ErrorData)
-
-
-class _Simulated(msgspec.Struct):
-    simulate: Simulate | None = None
-
-
-_simulated: Codec[_Simulated] = Codec(_Simulated)
 
 
 class Run(msgspec.Struct, kw_only=True):
@@ -269,7 +261,6 @@ class Worker:
     async def _generate(self, effect: events.StartAttempt, stream: Stream, incarnation: Incarnation) -> None:
         request = effect.item.request
         body = await self._body(request)
-        await self._delay_submission(body)
         engine, outbox = self._keeper.engine, incarnation.outbox
         if engine is None:
             raise EngineFailure("unavailable", "the worker's engine is down", retryable=True)
@@ -303,14 +294,6 @@ class Worker:
             if body is None:
                 raise EngineFailure("internal_error", "the body is no longer stored")
             return body
-
-    async def _delay_submission(self, body: bytes) -> None:
-        """The simulated engine's ``submit_delay_ms``; a field that is malformed is the engine's to refuse."""
-        if self._manifest.engine == "simulated" and b"submit_delay_ms" in body:
-            with suppress(msgspec.MsgspecError):
-                simulate = _simulated.decode(body).simulate
-                if simulate and simulate.submit_delay_ms:
-                    await asyncio.sleep(simulate.submit_delay_ms / 1000)
 
     def _abort(self, key: events.Key) -> None:
         run = self._runs[key]

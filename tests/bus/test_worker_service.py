@@ -24,9 +24,8 @@ from contracts.messages.request import Reply, RequestEnvelope, WorkItem
 from tests.support.nats_server import NatsServer, free_port
 from tests.support.polling import until
 from worker.config import WorkerConfig
-from worker.engines import supervisor
+from worker.engines import supervisor, table
 from worker.engines.base import Engine, EngineFailure
-from worker.engines.build import build_engine
 from worker.engines.simulated.engine import SimConfig, SimulatedEngine
 from worker.service import Worker
 
@@ -72,7 +71,7 @@ class Harness:
         config = WorkerConfig(model=MODEL, **{"sim_itl_ms": 5.0, "sim_slots": 4, **settings})
         bus = await Bus.connect(url or self.url, name="worker")
         self._stack.push_async_callback(bus.close)
-        worker = Worker(bus, config, MANIFEST, build or (lambda: build_engine(config, MANIFEST)))
+        worker = Worker(bus, config, MANIFEST, build or (lambda: table.build(config, MANIFEST)))
         self.workers.append((worker, asyncio.create_task(worker.run())))
         await self.ready()
         return worker
@@ -383,7 +382,7 @@ async def test_a_cancel_between_pull_and_submission(harness: Harness) -> None:
     assert await harness.cancel(request_id) == "ended"
     event = await harness.event(request_id)
     assert (event.outcome, event.completion_tokens, event.billable) == ("cancelled", 0, False)
-    assert [frame.kind for frame in await harness.closed(request_id)] == ["end"]
+    assert [frame.kind for frame in await harness.closed(request_id)] == ["accepted", "end"]
 
 
 # Once ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from compose.stack import models
 from tests.support.asking import MODEL, SLOTS, VLLM_MARKS, Asker
 from worker.engines.base import Engine
 from worker.engines.simulated.engine import SimConfig, SimulatedEngine
-from worker.engines.vllm.engine import VllmConfig, VllmEngine
+from worker.engines.vllm.arguments import VllmConfig
+from worker.engines.vllm.engine import VllmEngine
 
 KINDS = ["simulated", pytest.param("vllm", marks=VLLM_MARKS)]
 

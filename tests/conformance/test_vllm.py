@@ -16,7 +16,8 @@ import pytest_asyncio
 from tests.support.asking import MODEL, SLOTS, VLLM_MARKS, Asker
 from tests.support.polling import until
 from worker.engines.base import Counts, EngineFailure
-from worker.engines.vllm.engine import VllmConfig, VllmEngine
+from worker.engines.vllm.arguments import VllmConfig
+from worker.engines.vllm.engine import VllmEngine
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), *VLLM_MARKS]
 
@@ -139,7 +140,8 @@ async def test_a_hanging_engine_fails_its_check_and_is_killed_by_close(vllm: Ask
 
 _STARTER = """
 import asyncio, sys
-from worker.engines.vllm.engine import VllmConfig, VllmEngine
+from worker.engines.vllm.arguments import VllmConfig
+from worker.engines.vllm.engine import VllmEngine
 
 if __name__ == "__main__":
     asyncio.run(VllmEngine(VllmConfig(model_path=sys.argv[1], public_name="x")).start())

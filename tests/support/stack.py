@@ -165,7 +165,7 @@ class Direct:
     """vLLM's own server of the same model with the worker's arguments, without Headrace."""
 
     def __init__(self, model_path: Path, log: Path) -> None:
-        from worker.engines.vllm.engine import VllmConfig, engine_arguments, engine_environment
+        from worker.engines.vllm.arguments import VllmConfig, engine_arguments, engine_environment
 
         port = free_port()
         config = VllmConfig(model_path=str(model_path), public_name=models.DEFAULT_MODEL, omp_threads_bind="0")

@@ -4,21 +4,36 @@ import asyncio
 import contextvars
 import subprocess
 import sys
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
 
+from contracts.messages.base import Endpoint
+from contracts.messages.records import Manifest
+from worker.config import WorkerConfig
+from worker.engines import table
 from worker.engines.base import Counts, EngineFailure, Job
-from worker.engines.vllm.asgi import Application, Exchange
-from worker.engines.vllm.engine import VllmConfig, VllmEngine, engine_arguments, failure_of, request_body
+from worker.engines.vllm.arguments import VllmConfig, engine_arguments
+from worker.engines.vllm.asgi import Application, AsgiCall
+from worker.engines.vllm.engine import VllmEngine
+from worker.engines.vllm.translation import STREAM_FORMS, failure_of, request_body
 
 CPU = VllmConfig(model_path="/models/small", public_name="small", slots=8)
 
 
 def test_importing_the_engine_does_not_import_vllm() -> None:
-    code = "import sys, worker.engines.vllm.engine; sys.exit('vllm' in sys.modules or 'torch' in sys.modules)"
+    code = "import sys, worker.engines.table; sys.exit('vllm' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_kind_of_engine_has_its_row() -> None:
+    kinds = get_args(get_type_hints(Manifest)["engine"])
+    assert set(table.ENGINES) == set(kinds) == {"simulated", "vllm"}
+    for kind in kinds:
+        manifest = Manifest(name="m", version="v1", engine=kind, context=100, default_output_tokens=16)
+        engine = table.build(WorkerConfig(model="m", sim_slots=3, vllm_slots=5), manifest)
+        assert engine.slots == {"simulated": 3, "vllm": 5}[kind]
 
 
 def test_a_cpu_gets_the_measured_defaults() -> None:
@@ -119,8 +134,8 @@ async def test_an_engine_that_was_not_started_fails() -> None:
     await engine.close()
 
 
-def exchange(application: Application) -> Exchange:
-    return Exchange(
+def exchange(application: Application) -> AsgiCall:
+    return AsgiCall(
         application, "/v1/x", b'{"a": 1}', headers={"x-request-id": "r"}, context=contextvars.copy_context()
     )
 
@@ -149,6 +164,140 @@ async def test_events_are_cut_at_blank_lines_wherever_pieces_end() -> None:
     assert await one.status() == 200
     assert [event async for event in one.events()] == [(b"", b"one"), (b"", b"two"), (b"", b"[DONE]"), (b"stop", b"{}")]
     await one.close()
+
+
+# Streams of the four APIs, from an application that stands in for vLLM's ------------------------------------
+
+DONE = b"data: [DONE]\n\n"
+STREAMS: dict[Endpoint, bytes] = {
+    "chat/completions": b'data: {"choices":[]}\n\n: comment\n\ndata: {"choices":[],"usage":{}}\n\n' + DONE,
+    "completions": b'data: {"choices":[{"text":"a"}]}\n\n' + DONE,
+    "responses": b'event: response.created\ndata: {"n":1}\n\nevent: response.completed\ndata: {"n":2}\n\n',
+    "messages": b'event: message_start\ndata: {"n":1}\n\nevent: ping\ndata: {}\n\nevent: message_stop\ndata: {}\n\n',
+}
+
+
+class Record:
+    failure: EngineFailure | None = None
+
+    def __init__(self, counts: Counts) -> None:
+        self.counts = counts
+
+
+class Parts:
+    """What VllmEngine needs of vLLM; the application sends ``sent``. One token counts before it does."""
+
+    kv_tokens, context, dead = 1000, 100, False
+
+    def __init__(self, *sent: dict[str, Any]) -> None:
+        self.sent = sent
+
+    async def application(self, _scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        for message in self.sent:
+            await send(message)
+
+    def record(self, counts: Counts) -> tuple[contextvars.Context, Record]:
+        counts.completion_tokens += 1
+        return contextvars.copy_context(), Record(counts)
+
+    async def open_application(self) -> None:
+        pass
+
+    def shut_down(self) -> None:
+        pass
+
+
+def answer(body: bytes, *, kind: str = "http.response.body") -> tuple[dict[str, Any], ...]:
+    start = {"type": "http.response.start", "status": 200, "headers": []}
+    return start, {"type": kind, "body": body, "more_body": True}, {"type": "http.response.body", "body": b""}
+
+
+async def chunks_of(endpoint: Endpoint, *sent: dict[str, Any], stream: bool = True) -> list[bytes]:
+    parts = Parts(*answer(STREAMS["completions"]))  # of the warm-up
+    engine = VllmEngine(CPU, start_vllm=lambda _: parts)  # type: ignore[arg-type, return-value]
+    await engine.start()
+    parts.sent = sent
+    asked = Job(request_id="r", attempt=1, endpoint=endpoint, body=b"{}", stream=stream, cache_salt="s")
+    try:
+        return [chunk async for chunk in engine.generate(asked, Counts())]
+    finally:
+        await engine.close()
+
+
+async def test_every_api_that_streams_has_a_form_and_passes_on_its_chunks() -> None:
+    assert set(STREAMS) == set(STREAM_FORMS) == set(get_args(Endpoint)) - {"embeddings"}
+    assert await chunks_of("chat/completions", *answer(STREAMS["chat/completions"])) == [
+        b'{"choices":[]}',
+        b'{"choices":[],"usage":{}}',
+    ]
+    assert await chunks_of("completions", *answer(STREAMS["completions"])) == [b'{"choices":[{"text":"a"}]}']
+    assert await chunks_of("responses", *answer(STREAMS["responses"])) == [b'{"n":1}', b'{"n":2}']
+    assert await chunks_of("messages", *answer(STREAMS["messages"])) == [b'{"n":1}', b"{}", b"{}"]
+
+
+NAMED, UNNAMED = ("responses", "messages"), ("chat/completions", "completions")
+
+
+@pytest.mark.parametrize(
+    ("planted", "said", "endpoints"),
+    [
+        (b"event: unknown\ndata: {}\n\n", "an event named 'unknown'", (*NAMED, *UNNAMED)),
+        (b"event: response.created\ndata: {}\n\n", "an event named 'response.created'", ("messages", *UNNAMED)),
+        (b"event: message_start\ndata: {}\n\n", "an event named 'message_start'", ("responses", *UNNAMED)),
+        (b'data: {"choices":[]}\n\n', "an event named ''", NAMED),
+        (b"data: [DONE]\n\n", "an event named ''", NAMED),
+        (b"data: [1]\n\n", "no JSON object", UNNAMED),
+        (b"data: secret\n\n", "no JSON object", UNNAMED),
+        (b"event: ping\ndata: secret\n\n", "no JSON object", ("messages",)),
+        (b"data: {\ndata: }\n\n", "an event with a line", (*NAMED, *UNNAMED)),
+        (b"data:{}\n\n", "an event with a line", (*NAMED, *UNNAMED)),
+        (b"id: 1\ndata: {}\n\n", "an event with a line", (*NAMED, *UNNAMED)),
+        (b"secret\n\n", "an event with a line", (*NAMED, *UNNAMED)),
+        (b"event: ping\n\n", "an event named 'ping' without data", (*NAMED, *UNNAMED)),
+    ],
+)
+async def test_a_chunk_of_an_unknown_form_fails_the_attempt(
+    planted: bytes, said: str, endpoints: tuple[Endpoint, ...]
+) -> None:
+    """It neither vanishes nor is passed on, and another worker would fare no better."""
+    for endpoint in endpoints:
+        with pytest.raises(EngineFailure) as failed:
+            await chunks_of(endpoint, *answer(planted + STREAMS[endpoint]))
+        failure = failed.value
+        assert said in failure.message and "vLLM sent" in failure.message, endpoint
+        assert (failure.code, failure.retryable) == ("engine_error", False)
+        assert "secret" not in failure.message
+
+
+@pytest.mark.parametrize("endpoint", STREAMS)
+async def test_a_body_that_ends_inside_an_event_and_an_unknown_message_fail(endpoint: Endpoint) -> None:
+    for sent, said in (
+        (answer(STREAMS[endpoint] + b"data: {"), "ends inside an event"),
+        (answer(STREAMS[endpoint].replace(b"\n", b"\r\n")), "ends inside an event"),
+        (answer(b"", kind="http.response.trailers"), "'http.response.trailers'"),
+        (({"type": "http.response.pathsend", "path": "/x"},), "'http.response.pathsend'"),
+    ):
+        with pytest.raises(EngineFailure) as failed:
+            await chunks_of(endpoint, *sent)
+        assert said in failed.value.message
+
+
+@pytest.mark.parametrize("endpoint", [*STREAMS, "embeddings"])
+async def test_a_whole_answer_must_be_an_object(endpoint: Endpoint) -> None:
+    assert await chunks_of(endpoint, *answer(b'{"a":1}'), stream=False) == [b'{"a":1}']
+    for body in (b"", b"[]", b"data: {}\n\n"):
+        with pytest.raises(EngineFailure) as failed:
+            await chunks_of(endpoint, *answer(body), stream=False)
+        assert "an answer that is no JSON object" in failed.value.message
+
+
+@pytest.mark.parametrize("endpoint", STREAMS)
+async def test_a_stream_without_its_last_event_was_cut(endpoint: Endpoint) -> None:
+    cut = STREAMS[endpoint].rstrip(b"\n").rpartition(b"\n\n")[0] + b"\n\n"
+    with pytest.raises(EngineFailure) as failed:
+        await chunks_of(endpoint, *answer(cut))
+    assert failed.value.retryable and "was cut" in failed.value.message
 
 
 async def test_closing_tells_the_application_that_its_caller_is_gone() -> None:

@@ -13,6 +13,8 @@ from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 
+from contracts.messages.records import Manifest
+from worker.config import WorkerConfig
 from worker.engines.base import Counts, EngineFailure, EngineStats, Job
 from worker.engines.simulated.answer import Answer, Request, read_request
 from worker.engines.simulated.batch import Action, Batch, EventKind, Sequence, Trigger
@@ -33,6 +35,20 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     itl_ms: float = 20.0
     """Between two tokens of a sequence."""
     context: int = 1_048_576
+
+
+def build(config: WorkerConfig, manifest: Manifest) -> "SimulatedEngine":
+    """The engine of a worker's model, not yet started."""
+    return SimulatedEngine(
+        SimConfig(
+            model=manifest.name,
+            slots=config.sim_slots,
+            kv_tokens=config.sim_kv_tokens,
+            prefill_tps=config.sim_prefill_tps,
+            itl_ms=config.sim_itl_ms,
+            context=config.sim_context,
+        )
+    )
 
 
 def _exit_process() -> None:
@@ -72,6 +88,8 @@ class SimulatedEngine:
             request = await asyncio.to_thread(read_request, job, self.context)
         else:
             request = read_request(job, self.context)
+        if request.simulate.submit_delay_ms:
+            await asyncio.sleep(request.simulate.submit_delay_ms / 1000)
         batch = self._living_batch()
         answer = Answer(job, request, model=self._config.model, created=int(time.time()))
         attempt = _Attempt(request, answer, counts, self._config.itl_ms)

@@ -1,4 +1,4 @@
-"""One HTTP exchange with an ASGI application in this process, without a socket."""
+"""One HTTP request to an ASGI application in this process, without a socket."""
 
 import asyncio
 import contextvars
@@ -19,7 +19,11 @@ takes milliseconds, and for ever once its engine is gone."""
 _log = structlog.get_logger()
 
 
-class Exchange:
+class UnknownForm(Exception):
+    """The application sent something in a form that this reader does not know. Repeats nothing of an answer."""
+
+
+class AsgiCall:
     """A POST of JSON. It starts at once; ``close`` it in the end.
 
     What the application sends is kept until it is read; it is bounded by the request's own maximum output.
@@ -50,13 +54,13 @@ class Exchange:
 
     async def status(self) -> int:
         """Status of the response; raises what the application raised, or what ``fail`` was given."""
-        return int((await self._next())["status"])
+        return int((await self._next("http.response.start"))["status"])
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The response's body as it was sent; call after ``status``. Raises as ``status`` does."""
         more = True
         while more:
-            message = await self._next()
+            message = await self._next("http.response.body")
             more = message.get("more_body", False)
             yield message.get("body", b"")
 
@@ -64,16 +68,18 @@ class Exchange:
         return b"".join([piece async for piece in self.pieces()])
 
     async def events(self) -> AsyncIterator[tuple[bytes, bytes]]:
-        """Name (or nothing) and data of each server-sent event. Data must be one line; comments are left out."""
+        """Name (or nothing) and data of each server-sent event; comments are left out.
+
+        Raises UnknownForm for anything else that is sent: other fields, data of several lines, an unfinished event.
+        """
         rest = b""
         async for piece in self.pieces():
             *blocks, rest = (rest + piece).split(b"\n\n")
             for block in blocks:
-                if block.startswith(b"data: "):
-                    yield b"", block[6:]
-                elif block.startswith(b"event: "):
-                    name, _, data = block.partition(b"\ndata: ")
-                    yield name[7:], data
+                if (event := _parsed(block)) is not None:
+                    yield event
+        if rest.strip():
+            raise UnknownForm("a body that ends inside an event")
 
     def fail(self, error: Exception) -> None:
         """Make the reader raise ``error`` after what was already sent."""
@@ -87,12 +93,14 @@ class Exchange:
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=CLOSE_TIMEOUT_S)
         if not self._task.done():
-            _log.error("exchange_not_closed", limit_s=2 * CLOSE_TIMEOUT_S)
+            _log.error("asgi_call_not_closed", limit_s=2 * CLOSE_TIMEOUT_S)
 
-    async def _next(self) -> Message:
+    async def _next(self, kind: str) -> Message:
         message = await self._sent.get()
         if isinstance(message, Exception):
             raise message
+        if message["type"] != kind:
+            raise UnknownForm(f"an ASGI message {message['type']!r} in place of {kind!r}")
         return message
 
     async def _run(self, application: Application, scope: Message) -> None:
@@ -111,3 +119,20 @@ class Exchange:
 
     async def _send(self, message: Message) -> None:
         self._sent.put_nowait(message)
+
+
+def _parsed(block: bytes) -> tuple[bytes, bytes] | None:
+    """Name and data of one event; None for comments alone."""
+    name, data = b"", None
+    for line in block.split(b"\n"):
+        if line.startswith(b"data: ") and data is None:
+            data = line[6:]
+        elif line.startswith(b"event: ") and not name:
+            name = line[7:]
+        elif line and not line.startswith(b":"):
+            raise UnknownForm("an event with a line that is neither its name, nor its one line of data, nor a comment")
+    if data is None:
+        if name:
+            raise UnknownForm(f"an event named {name[:40].decode(errors='replace')!r} without data")
+        return None
+    return name, data

@@ -29,8 +29,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from worker.engines.base import Counts, EngineFailure, EngineStats
-from worker.engines.vllm.engine import refusal
 from worker.engines.vllm.process import run_engine_core
+from worker.engines.vllm.translation import refusal
 
 SHUTDOWN_TIMEOUT_S = 5
 """How long vLLM may take to end its processes before they are killed."""
@@ -237,14 +237,14 @@ def _is_tracker(process: psutil.Process) -> bool:
         return True
 
 
-def build(command_line: list[str], task: str) -> Parts:
+def start_vllm(command_line: list[str], task: str) -> Parts:
     """Start vLLM with these arguments to ``generate`` or ``embed``; raises when it does not start."""
     try:
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(command_line)
     except SystemExit as refusal:
         raise ValueError(f"vLLM refuses these arguments: {command_line}") from refusal
     validate_parsed_serve_args(args)
-    # Child processes import vLLM anew, without this: there the original runs.
+    # Engine processes import vLLM themselves, without this: there the original runs.
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
     level = logging.root.level
     parts = Parts(args, task)
