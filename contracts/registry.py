@@ -98,7 +98,7 @@ async def create_tenant(bus: Bus, record: TenantRecord) -> TenantRecord:
     """A new tenant; an existing one with the same settings is returned as it is, another one refused."""
     record = msgspec.structs.replace(check_tenant(record), created_at_ms=_now_ms())
     try:
-        await bus.kv_create(topology.TENANTS, subjects.encode(record.name), _TENANT.encode(record))
+        await bus.kv.create(topology.TENANTS, subjects.encode(record.name), _TENANT.encode(record))
     except WrongSequence as error:
         present = await tenant(bus, record.name)
         if present is None or msgspec.structs.replace(present, created_at_ms=record.created_at_ms) != record:
@@ -108,13 +108,13 @@ async def create_tenant(bus: Bus, record: TenantRecord) -> TenantRecord:
 
 
 async def tenant(bus: Bus, name: str) -> TenantRecord | None:
-    entry = await bus.kv_get(topology.TENANTS, subjects.encode(check_name("tenant name", name)))
+    entry = await bus.kv.get(topology.TENANTS, subjects.encode(check_name("tenant name", name)))
     return _TENANT.decode(entry.value) if entry is not None else None
 
 
 async def tenants(bus: Bus) -> list[TenantRecord]:
     """By name."""
-    records = [_TENANT.decode(entry.value) for entry in (await bus.kv_all(topology.TENANTS)).values()]
+    records = [_TENANT.decode(entry.value) for entry in (await bus.kv.all(topology.TENANTS)).values()]
     return sorted(records, key=lambda record: record.name)
 
 
@@ -161,9 +161,9 @@ async def keep_key(bus: Bus, pepper: bytes, secret: str, tenant_name: str, *, ad
     identifier = f"key_{secrets.token_hex(8)}"
     record = KeyRecord(id=identifier, tenant=tenant_name, admin=admin, created_at_ms=_now_ms())
     try:
-        await bus.kv_create(topology.KEYS, name, _KEY.encode(record))
+        await bus.kv.create(topology.KEYS, name, _KEY.encode(record))
     except WrongSequence:
-        entry = await bus.kv_get(topology.KEYS, name)
+        entry = await bus.kv.get(topology.KEYS, name)
         if entry is None:
             raise
         return _KEY.decode(entry.value)
@@ -172,20 +172,20 @@ async def keep_key(bus: Bus, pepper: bytes, secret: str, tenant_name: str, *, ad
 
 async def keys(bus: Bus) -> list[KeyRecord]:
     """Oldest first."""
-    records = [_KEY.decode(entry.value) for entry in (await bus.kv_all(topology.KEYS)).values()]
+    records = [_KEY.decode(entry.value) for entry in (await bus.kv.all(topology.KEYS)).values()]
     return sorted(records, key=lambda record: (record.created_at_ms, record.id))
 
 
 async def revoke_key(bus: Bus, identifier: str) -> KeyRecord:
     """Revoke the key with this id; one that is revoked stays as it is."""
-    for entry in (await bus.kv_all(topology.KEYS)).values():
+    for entry in (await bus.kv.all(topology.KEYS)).values():
         record = _KEY.decode(entry.value)
         if record.id != identifier:
             continue
         if record.revoked_at_ms:
             return record
         revoked = msgspec.structs.replace(record, revoked_at_ms=_now_ms())
-        await bus.kv_put(topology.KEYS, entry.key, _KEY.encode(revoked))
+        await bus.kv.put(topology.KEYS, entry.key, _KEY.encode(revoked))
         return revoked
     raise HeadraceError("not_found", f"there is no key with the id {identifier}")
 
@@ -196,23 +196,23 @@ async def revoke_key(bus: Bus, identifier: str) -> KeyRecord:
 async def put_manifest(bus: Bus, manifest: Manifest) -> None:
     """Enter a model as it was prepared; limits and fallbacks that an operator set for it stay."""
     check_name("model name", manifest.name)
-    entry = await bus.kv_get(topology.MODELS, subjects.encode(manifest.name))
+    entry = await bus.kv.get(topology.MODELS, subjects.encode(manifest.name))
     if entry is not None:
         present = _MANIFEST.decode(entry.value)
         manifest = msgspec.structs.replace(manifest, limits=present.limits, fallbacks=present.fallbacks)
-    await bus.kv_put(topology.MODELS, subjects.encode(manifest.name), _MANIFEST.encode(manifest))
+    await bus.kv.put(topology.MODELS, subjects.encode(manifest.name), _MANIFEST.encode(manifest))
 
 
 async def keep_only(bus: Bus, names: set[str]) -> None:
     """Remove the manifests of all other models."""
     for manifest in await models(bus):
         if manifest.name not in names:
-            await bus.kv_delete(topology.MODELS, subjects.encode(manifest.name))
+            await bus.kv.delete(topology.MODELS, subjects.encode(manifest.name))
 
 
 async def models(bus: Bus) -> list[Manifest]:
     """By name."""
-    manifests = [_MANIFEST.decode(entry.value) for entry in (await bus.kv_all(topology.MODELS)).values()]
+    manifests = [_MANIFEST.decode(entry.value) for entry in (await bus.kv.all(topology.MODELS)).values()]
     return sorted(manifests, key=lambda manifest: manifest.name)
 
 
@@ -246,12 +246,12 @@ async def _change(bus: Bus, bucket: str, name: str, codec: Codec[R], change: Cal
     """Compare-and-set until nobody was in between."""
     key = subjects.encode(check_name("name", name))
     for _ in range(CHANGES_TRIED_MAX):
-        entry = await bus.kv_get(bucket, key)
+        entry = await bus.kv.get(bucket, key)
         if entry is None:
             raise HeadraceError("not_found", missing)
         record = change(codec.decode(entry.value))
         try:
-            await bus.kv_update(bucket, key, codec.encode(record), revision=entry.revision)
+            await bus.kv.update(bucket, key, codec.encode(record), revision=entry.revision)
         except WrongSequence:
             continue
         return record

@@ -120,7 +120,7 @@ async def _existing(bus: Bus, wanted: dict[str, Any]) -> dict[str, Any]:
     except NotFound:
         pass
     try:
-        answer = await bus.api(f"STREAM.CREATE.{name}", {**wanted, "num_replicas": 1})
+        answer = await bus.jetstream.api(f"STREAM.CREATE.{name}", {**wanted, "num_replicas": 1})
         return dict(answer["config"])
     except BusError as error:
         # Somebody with other settings may have been first.
@@ -133,7 +133,7 @@ async def _existing(bus: Bus, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _config(bus: Bus, name: str) -> dict[str, Any]:
-    return dict((await bus.api(f"STREAM.INFO.{name}"))["config"])
+    return dict((await bus.jetstream.api(f"STREAM.INFO.{name}"))["config"])
 
 
 def _differences(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:

@@ -54,7 +54,7 @@ class Budgets:
             started = time.monotonic()
             try:
                 if sweep:
-                    entries = await self._bus.kv_all(BUDGETS)
+                    entries = await self._bus.kv.all(BUDGETS)
                     self._known = {key: (entry.revision, entry.value) for key, entry in entries.items()}
                 if sweep or due:
                     await self._publish(None if sweep else due)
@@ -81,11 +81,11 @@ class Budgets:
                 continue
             try:
                 if revision:
-                    revision = await self._bus.kv_update(BUDGETS, key, value, revision=revision)
+                    revision = await self._bus.kv.update(BUDGETS, key, value, revision=revision)
                 else:
-                    revision = await self._bus.kv_create(BUDGETS, key, value)
+                    revision = await self._bus.kv.create(BUDGETS, key, value)
                 self._known[key] = (revision, value)
             except WrongSequence:  # another ledger was faster: read what it wrote, then the total again
-                entry = await self._bus.kv_get(BUDGETS, key)
+                entry = await self._bus.kv.get(BUDGETS, key)
                 self._known[key] = (entry.revision, entry.value) if entry else (0, b"")
                 self.touched([tenant])

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from contracts import subjects, topology
-from contracts.bus import Bus, BusError, Incoming
+from contracts.bus import BatchConsumer, Bus, BusError, Incoming
 from contracts.messages.attempts import DeadLetter
 from contracts.messages.base import Codec
 from ledger import metrics, retention
@@ -86,11 +86,12 @@ class Ledger:
         self._budgets = Budgets(self._bus, self._store)
         prices = Prices(self._bus, self._store)
         await prices.start()
-        answers = Questions(self._store, prices, self._bus.max_payload - ANSWER_MARGIN_BYTES)
+        answers = Questions(self._store, prices, self._bus.session.max_payload - ANSWER_MARGIN_BYTES)
         questions = await self._bus.subscribe(
             subjects.USAGE_QUERIES, answers.answer, queue=QUEUE, concurrent=True, limit=QUESTIONS_MAX
         )
-        puller = await self._bus.consume_batches(
+        attempts = BatchConsumer(
+            self._bus.jetstream,
             topology.ATTEMPTS,
             DURABLE,
             "attempt.v1.>",
@@ -99,6 +100,7 @@ class Ledger:
             max_wait_s=self._config.ledger_batch_wait_ms / 1000,
             ack_wait_s=ACK_WAIT_S,
         )
+        await attempts.start()
         self._state = ""
         try:
             async with asyncio.TaskGroup() as group:
@@ -108,7 +110,7 @@ class Ledger:
                 for loop in loops:
                     loop.cancel()
         finally:
-            await puller.close()
+            await attempts.close()
             if self._finishing is not None:
                 await asyncio.wait([self._finishing], timeout=CLOSE_S)
             await questions.close()
@@ -217,7 +219,7 @@ class Ledger:
         letter = _letters.encode(attempt_rows.dead_letter(source, reason))
         msg_id = f"{topology.ATTEMPTS}.{source.stream_seq}.{source.stored_at_ms}"
         try:
-            await self._bus.store(subjects.DEAD_ATTEMPTS, letter, msg_id=msg_id)
+            await self._bus.jetstream.store(subjects.DEAD_ATTEMPTS, letter, msg_id=msg_id)
         except BusError as error:
             log.warning("dead_letter_not_stored", stream_seq=source.stream_seq, error=str(error))
             return False

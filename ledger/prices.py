@@ -44,7 +44,7 @@ class Prices:
         return next((row[3] for row in self._rows.values()), "")
 
     async def start(self) -> None:
-        self._watch = await self._bus.kv_watch(topology.PRICES, self._take)
+        self._watch = await self._bus.kv.watch(topology.PRICES, self._take)
         try:
             await self._write()
         except StoreError as error:

@@ -20,17 +20,17 @@ async def purge(bus: Bus, durable: str, now_s: float) -> int:
 
     Returns how many went; raises BusError.
     """
-    consumer = await bus.api(f"CONSUMER.INFO.{ATTEMPTS}.{durable}")
-    stream = await bus.api(f"STREAM.INFO.{ATTEMPTS}")
+    consumer = await bus.jetstream.api(f"CONSUMER.INFO.{ATTEMPTS}.{durable}")
+    stream = await bus.jetstream.api(f"STREAM.INFO.{ATTEMPTS}")
     first_seq = int(stream["state"]["first_seq"])
     keep_from = min(int(consumer["ack_floor"]["stream_seq"]) + 1, first_seq + MESSAGES_MAX)
     cutoff = datetime.fromtimestamp(now_s - KEEP_S, UTC).isoformat().replace("+00:00", "Z")
     try:
-        young = await bus.api(f"STREAM.MSG.GET.{ATTEMPTS}", {"start_time": cutoff})
+        young = await bus.jetstream.api(f"STREAM.MSG.GET.{ATTEMPTS}", {"start_time": cutoff})
         keep_from = min(keep_from, int(young["message"]["seq"]))
     except NotFound:
         pass  # all are old
     if keep_from <= first_seq:
         return 0
-    answer = await bus.api(f"STREAM.PURGE.{ATTEMPTS}", {"seq": keep_from})
+    answer = await bus.jetstream.api(f"STREAM.PURGE.{ATTEMPTS}", {"seq": keep_from})
     return int(answer["purged"])

@@ -43,8 +43,8 @@ class Lease:
         while True:
             asked_at = time.monotonic()
             try:
-                revision = await self._bus.kv_create(topology.LEASES, self._key, self._value, ttl_s=self._ttl_s)
-                created_ns = await self._bus.kv_created_ns(topology.LEASES)
+                revision = await self._bus.kv.create(topology.LEASES, self._key, self._value, ttl_s=self._ttl_s)
+                created_ns = await self._bus.kv.created_ns(topology.LEASES)
             except WrongSequence:
                 pass
             except BusError as error:
@@ -74,7 +74,7 @@ class Lease:
         """Whether the lease is still ours."""
         asked_at = time.monotonic()
         try:
-            self._revision = await self._bus.kv_update(
+            self._revision = await self._bus.kv.update(
                 topology.LEASES, self._key, self._value, revision=self._revision, ttl_s=self._ttl_s
             )
         except WrongSequence:
@@ -86,7 +86,7 @@ class Lease:
         """A renewal whose answer was lost is seen as a newer revision with our own value."""
         asked_at = time.monotonic()
         try:
-            entry = await self._bus.kv_get(topology.LEASES, self._key)
+            entry = await self._bus.kv.get(topology.LEASES, self._key)
         except BusError:
             return self.held
         if entry is None or entry.value != self._value or not self.held:
@@ -100,6 +100,6 @@ class Lease:
         if self._revision:
             revision, self._revision = self._revision, 0
             try:
-                await self._bus.kv_delete(topology.LEASES, self._key, revision=revision)
+                await self._bus.kv.delete(topology.LEASES, self._key, revision=revision)
             except BusError as error:
                 log.warning("lease_not_released", key=self._key, reason=str(error))

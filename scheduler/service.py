@@ -13,7 +13,7 @@ import msgspec
 import structlog
 
 from contracts import ids, subjects, topology
-from contracts.bus import Bus, BusError, Incoming, KvEntry, Unconfirmed, WrongSequence
+from contracts.bus import Bus, BusError, Incoming, KvEntry, OrderedConsumer, PullConsumer, Unconfirmed, WrongSequence
 from contracts.messages.admission import AdmissionRequest
 from contracts.messages.attempts import AttemptEvent, Quarantined
 from contracts.messages.base import NOTHING, Codec
@@ -95,7 +95,7 @@ class Term:
         self._requests_bytes = 0
         self._last_request_seq = 0
         self._last_attempt_seq = 0
-        self._tail_from_ms = 0
+        self._attempts_from_ms = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._over = False
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -167,20 +167,21 @@ class Term:
         await stack.enter_async_context(_closing(await self._bus.subscribe(subjects.HEARTBEATS, self._on_heartbeat)))
         work: list[ev.WorkFound] = []
         oldest: list[int] = []
-        async for message in self._bus.read(topology.WORK, subjects.work_of(self.model)):
+        async for message in self._bus.jetstream.read(topology.WORK, subjects.work_of(self.model)):
             oldest.append(message.stored_at_ms)
             if (event := self._work_found(message)) is not None:
                 work.append(event)
                 if event.item.attempt > 1:  # The ends of the attempts before it count, too.
                     oldest.append(event.item.request.admitted_at_ms - CLOCKS_APART_MS)
-        async for message in self._bus.read(topology.REQUESTS, subjects.requests_of(self.model)):
+        async for message in self._bus.jetstream.read(topology.REQUESTS, subjects.requests_of(self.model)):
             oldest.append(message.stored_at_ms)
             break
-        self._tail_from_ms = min([*oldest, now_ms() - REPLAY_MS])
+        self._attempts_from_ms = min([*oldest, now_ms() - REPLAY_MS])
         await self._read_attempts(stack)
         for event in work:
             self.feed(event)
-        puller = await self._bus.pull(
+        requests = PullConsumer(
+            self._bus.jetstream,
             topology.REQUESTS,
             f"sched-{subjects.encode(self.model)}",
             subjects.requests_of(self.model),
@@ -189,25 +190,30 @@ class Term:
             credit=lambda: 512 if self._lease.held else 0,  # A deposed owner must not take the next one's messages.
             recreate=True,
         )
-        stack.push_async_callback(puller.close)
+        await requests.start()
+        stack.push_async_callback(requests.close)
         await self._until(self._requests_read, lambda: self._last_request_seq)
         return not oldest and self._last_attempt_seq == 0
 
     async def _requests_read(self) -> bool:
         """Whether all of REQUESTS has been fed; what the owner before us acknowledges meanwhile is gone."""
-        newest = await self._bus.last(topology.REQUESTS, subjects.requests_of(self.model))
+        newest = await self._bus.jetstream.last(topology.REQUESTS, subjects.requests_of(self.model))
         return newest is None or self._last_request_seq >= newest.stream_seq
 
     async def _attempts_read(self) -> bool:
-        newest = await self._bus.last(topology.ATTEMPTS, subjects.attempts_of(self.model))
-        known = newest is None or newest.stored_at_ms < self._tail_from_ms
+        newest = await self._bus.jetstream.last(topology.ATTEMPTS, subjects.attempts_of(self.model))
+        known = newest is None or newest.stored_at_ms < self._attempts_from_ms
         return known or (newest is not None and self._last_attempt_seq >= newest.stream_seq)
 
     async def _read_attempts(self, stack: AsyncExitStack) -> None:
-        tail = await self._bus.tail(
-            topology.ATTEMPTS, subjects.attempts_of(self.model), self._on_attempt, start_at_ms=self._tail_from_ms
+        attempts = OrderedConsumer(
+            self._bus.jetstream,
+            topology.ATTEMPTS,
+            subjects.attempts_of(self.model),
+            self._on_attempt,
+            start_at_ms=self._attempts_from_ms,
         )
-        await stack.enter_async_context(_closing(tail))
+        await stack.enter_async_context(_closing(await attempts.start()))
         await self._catch_up()
 
     async def _catch_up(self) -> None:
@@ -225,7 +231,7 @@ class Term:
         self.feed(ev.Recovered())
 
     async def _read_work(self) -> None:
-        async for message in self._bus.read(topology.WORK, subjects.work_of(self.model)):
+        async for message in self._bus.jetstream.read(topology.WORK, subjects.work_of(self.model)):
             if (event := self._work_found(message)) is not None:
                 self.feed(event)
 
@@ -394,7 +400,7 @@ class Term:
             request=msgspec.structs.replace(request.envelope, body=body),
         )
         try:
-            stored = await self._bus.store(
+            stored = await self._bus.jetstream.store(
                 subjects.work(self.model, effect.version, effect.worker),
                 ENCODER.encode(item),
                 msg_id=f"{effect.request_id}.{effect.attempt}.{effect.worker}",
@@ -412,7 +418,7 @@ class Term:
             body = await self._body(effect)
             request = msgspec.structs.replace(envelope, body=body if body is not None else NOTHING)
             kept = Quarantined(reason=effect.reason, quarantined_at_ms=now_ms(), request=request, last=effect.last)
-            await self._bus.store(
+            await self._bus.jetstream.store(
                 subjects.quarantine(self.model, envelope.request_id), ENCODER.encode(kept), msg_id=envelope.request_id
             )
             log.error("request_quarantined", request_id=envelope.request_id, tenant=envelope.tenant, model=self.model)
@@ -427,11 +433,11 @@ class Term:
         if effect.request_seq:
             message = self._requests.get(effect.request_seq)
             if message is None:
-                message = await self._bus.get(topology.REQUESTS, effect.request_seq)
+                message = await self._bus.jetstream.get(topology.REQUESTS, effect.request_seq)
             if message is not None:
                 return ENVELOPE.decode(message.data).body
         if effect.work_seq:
-            message = await self._bus.get(topology.WORK, effect.work_seq)
+            message = await self._bus.jetstream.get(topology.WORK, effect.work_seq)
             if message is not None:
                 return WORK_ITEM.decode(message.data).request.body
         return None
@@ -444,7 +450,7 @@ class Term:
         data = ENCODER.encode(event)
         while self._lease.held:
             try:
-                await self._bus.store(
+                await self._bus.jetstream.store(
                     subject, data, msg_id=f"{event.request_id}.{event.attempt}.scheduler", expect_last=0
                 )
                 log.info(
@@ -468,7 +474,7 @@ class Term:
     async def _was_pulled(self, worker: str, work_seq: int) -> bool:
         """Whether the server had delivered the message to a worker that died before its next heartbeat."""
         try:
-            info = await self._bus.api(f"CONSUMER.INFO.{topology.WORK}.w-{worker}")
+            info = await self._bus.jetstream.api(f"CONSUMER.INFO.{topology.WORK}.w-{worker}")
         except BusError:
             return False
         return int(info["delivered"]["stream_seq"]) >= work_seq
@@ -484,7 +490,7 @@ class Term:
     async def _drop(self, stream: str, seq: int) -> None:
         while self._lease.held:
             try:
-                await self._bus.delete(stream, seq)
+                await self._bus.jetstream.delete(stream, seq)
                 return
             except BusError as error:
                 log.warning("message_not_deleted", stream=stream, seq=seq, reason=str(error))
@@ -533,7 +539,7 @@ class Scheduler:
                 (topology.BUDGETS, self._on_budget),
                 (topology.MODELS, self._on_manifest),
             ):
-                await stack.enter_async_context(_closing(await self._bus.kv_watch(bucket, handler)))
+                await stack.enter_async_context(_closing(await self._bus.kv.watch(bucket, handler)))
             stopping = asyncio.create_task(self._stopping.wait())
             try:
                 waiting: set[asyncio.Future[Any]] = {stopping, self._broken}

@@ -31,10 +31,10 @@ async def _try_once(bus: Bus, event: AttemptEvent, data: bytes) -> bool | None:
     message_id = f"{event.request_id}.{event.attempt}.{event.worker}"
     try:
         try:
-            await bus.store(subject, data, msg_id=message_id, expect_last=0)
+            await bus.jetstream.store(subject, data, msg_id=message_id, expect_last=0)
             return True
         except (WrongSequence, Unconfirmed):
-            last = await bus.last(topology.ATTEMPTS, subject)
+            last = await bus.jetstream.last(topology.ATTEMPTS, subject)
     except BusError as error:
         _log.warning("event_not_stored", request_id=event.request_id, attempt=event.attempt, error=repr(error))
         return None

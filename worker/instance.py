@@ -13,7 +13,7 @@ import msgspec
 import structlog
 
 from contracts import ids, subjects, topology
-from contracts.bus import Bus, BusError, Incoming, Puller, Subscription
+from contracts.bus import Bus, BusError, Incoming, PullConsumer, Subscription
 from contracts.messages.base import Codec
 from contracts.messages.frames import FramesAnswer, FramesRequest
 from worker.frame_buffer import Outbox
@@ -51,14 +51,14 @@ class Incarnation:
     ) -> None:
         self.name = ids.incarnation("w")
         self.abandoned = False
-        self.outbox = Outbox(self.name, self._publish, max_payload=bus.max_payload, now=time.monotonic)
+        self.outbox = Outbox(self.name, self._publish, max_payload=bus.session.max_payload, now=time.monotonic)
         self._bus = bus
         self._group = tasks
         self._work_subject = subjects.work(model, version, self.name)
         self._on_work = on_work
         self._on_control = on_control
         self._credit = credit
-        self._puller: Puller | None = None
+        self._puller: PullConsumer | None = None
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -71,8 +71,8 @@ class Incarnation:
             self._subscriptions.append(await self._insist(self._bus.subscribe, subject, handler))
         for loop in (self.outbox.run(), self._expire()):
             self.spawn(loop)
-        self._puller = await self._insist(
-            self._bus.pull,
+        work = PullConsumer(
+            self._bus.jetstream,
             topology.WORK,
             f"w-{self.name}",
             self._work_subject,
@@ -82,6 +82,7 @@ class Incarnation:
             inactive_s=INACTIVE_S,
             recreate=True,  # after each reconnect, too: what was sent into the lost connection comes again
         )
+        self._puller = await self._insist(work.start)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something that ends with this name at the latest."""
@@ -90,10 +91,10 @@ class Incarnation:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def poke(self) -> None:
+    def notify(self) -> None:
         """The credit may have grown."""
         if self._puller:
-            self._puller.poke()
+            self._puller.notify()
 
     def abandon(self) -> None:
         self.abandoned = True

@@ -63,7 +63,7 @@ async def await_manifest(bus: Bus, model: str) -> Manifest:
     said = ""
     while True:
         try:
-            if entry := await bus.kv_get(topology.MODELS, subjects.encode(model)):
+            if entry := await bus.kv.get(topology.MODELS, subjects.encode(model)):
                 return _manifest.decode(entry.value)
             problem = "the model has no manifest yet"
         except (BusError, msgspec.MsgspecError) as error:
@@ -187,7 +187,7 @@ class Worker:
                 self._broken.set_exception(error)
             return
         if self._core.credit() > credit:
-            self._incarnation.poke()
+            self._incarnation.notify()
         if not self._core.held:
             self._emptied.set()
 
@@ -285,7 +285,7 @@ class Worker:
         deadline = time.monotonic() + BODY_S
         while True:
             try:
-                body = await self._bus.object_get(topology.BODIES, request.body_object)
+                body = await self._bus.objects.get(topology.BODIES, request.body_object)
             except BusError as error:
                 if time.monotonic() > deadline:
                     raise EngineFailure("unavailable", "the body cannot be read", retryable=True) from error

@@ -42,12 +42,12 @@ async def queue(bus: Bus, model: str) -> QueueAnswer:
 async def quarantined(bus: Bus, request_id: str = "*") -> list[Quarantined]:
     """Requests in quarantine, oldest first; all of them, or the one."""
     subject = _quarantine_subject(request_id)
-    return [_QUARANTINED.decode(message.data) async for message in bus.read(topology.QUARANTINE, subject)]
+    return [_QUARANTINED.decode(message.data) async for message in bus.jetstream.read(topology.QUARANTINE, subject)]
 
 
 async def drop_quarantined(bus: Bus, request_id: str) -> bool:
     """Forget one; False when it is not there."""
-    return await bus.purge(topology.QUARANTINE, _quarantine_subject(request_id)) > 0
+    return await bus.jetstream.purge(topology.QUARANTINE, _quarantine_subject(request_id)) > 0
 
 
 def _quarantine_subject(request_id: str) -> str:

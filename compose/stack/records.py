@@ -88,7 +88,9 @@ async def explain(bus: Bus, request_id: str) -> ExplainAnswer:
 
 async def dead_letters(bus: Bus) -> list[DeadLetter]:
     """Events that the ledger refused, oldest first."""
-    return [_LETTER.decode(each.data) async for each in bus.read(topology.DEAD_LETTERS, subjects.DEAD_ATTEMPTS)]
+    return [
+        _LETTER.decode(each.data) async for each in bus.jetstream.read(topology.DEAD_LETTERS, subjects.DEAD_ATTEMPTS)
+    ]
 
 
 # Prices ----------------------------------------------------------------------------------------------------
@@ -103,12 +105,12 @@ async def set_prices(bus: Bus, made: list[Price]) -> None:
         if others:
             raise ComposeError(f"prices are in {others.pop()}; all have one currency")
         key = f"{subjects.encode(price.model)}.{price.tier}.{price.valid_from}"
-        await bus.kv_put(topology.PRICES, key, _PRICE.encode(price))
+        await bus.kv.put(topology.PRICES, key, _PRICE.encode(price))
 
 
 async def prices(bus: Bus) -> list[Price]:
     """By model, tier and day."""
-    found = [_PRICE.decode(entry.value) for entry in (await bus.kv_all(topology.PRICES)).values()]
+    found = [_PRICE.decode(entry.value) for entry in (await bus.kv.all(topology.PRICES)).values()]
     return sorted(found, key=lambda price: (price.model, price.tier, price.valid_from))
 
 

@@ -10,10 +10,9 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import msgspec
-import nats.errors
 
-from contracts.bus import types
-from contracts.bus.session import Connection
+from contracts.bus import nats_client, types
+from contracts.bus.session import Session
 from contracts.bus.types import (
     BusError,
     Incoming,
@@ -78,8 +77,11 @@ def failure(error: ApiError, about: str) -> BusError:
     return problem
 
 
-class Streams(Connection):
-    """Core NATS and streams."""
+class JetStream:
+    """Streams, upon a session."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
 
     # Storing -----------------------------------------------------------------------------------------------
 
@@ -90,6 +92,7 @@ class Streams(Connection):
         *,
         msg_id: str,
         expect_last: int | None = None,
+        headers: Mapping[str, str] | None = None,
         timeout_s: float = 5.0,
     ) -> Stored:
         """Publish to the stream of ``subject`` and wait for its word, repeating with ``msg_id`` within
@@ -101,28 +104,24 @@ class Streams(Connection):
         Raises WrongSequence, which holds what was found instead, StreamFull, TooLarge; Unconfirmed when no
         answer came, and then the message may be stored, or be stored later.
         """
-        return await self._store(subject, data, {MSG_ID: msg_id}, expect_last, timeout_s)
-
-    async def _store(
-        self, subject: str, data: bytes, headers: dict[str, str], expect_last: int | None, timeout_s: float
-    ) -> Stored:
+        all_headers = {MSG_ID: msg_id, **(headers or {})}
         if expect_last is not None:
-            headers[EXPECT_LAST] = str(expect_last)
+            all_headers[EXPECT_LAST] = str(expect_last)
         now = time.monotonic()
         deadline = now + timeout_s
         reason = "disconnected"
         while (left := deadline - now) > 0:
-            if not self.connected:  # into the buffer goes nothing whose fate we would not learn
-                await self._wait_up(left)
+            if not self.session.connected:  # into the buffer goes nothing whose fate we would not learn
+                await self.session.wait_connected(left)
             else:
                 try:
-                    answer = await self._ask(subject, data, min(left, TRY_TIMEOUT_S), headers)
+                    answer = await self.session.ask(subject, data, min(left, TRY_TIMEOUT_S), all_headers)
                     ack = _decode_ack(answer.data)
                     if ack.error is None:
                         return Stored(ack.seq, ack.duplicate)
                     raise failure(ack.error, subject)
                 except WrongSequence as error:
-                    return await self._own_or_raise(error, ack.stream, subject, data, headers[MSG_ID])
+                    return await self._own_or_raise(error, ack.stream, subject, data, msg_id)
                 except Unavailable as error:
                     reason = str(error)
                 types.STORE_RETRIES.inc()
@@ -172,10 +171,16 @@ class Streams(Connection):
     async def _direct(self, rest: str, question: bytes) -> Incoming | None:
         answer = await self._insist(f"$JS.API.DIRECT.GET.{rest}", question)
         if "Nats-Sequence" in answer.headers:
-            return stored_message(answer)
+            return self._stored(answer)
         if answer.headers.get("Status") == "404":
             return None
         raise BusError(f"direct get of {rest}: {answer.headers.get('Status')} {answer.headers.get('Description', '')}")
+
+    def _stored(self, answer: Incoming) -> Incoming:
+        """The stored message that a direct get answered with."""
+        headers = answer.headers
+        place = (int(headers["Nats-Sequence"]), rfc3339_ns(headers["Nats-Time-Stamp"]) // 1_000_000, 0)
+        return Incoming(headers["Nats-Subject"], "", answer.data, dict(headers), self.session, place)
 
     async def _from_leader(self, stream: str, question: dict[str, Any]) -> Incoming | None:
         """A follower that answers a direct get may lag behind; the leader does not."""
@@ -189,8 +194,7 @@ class Streams(Connection):
         place = (int(message["seq"]), rfc3339_ns(message["time"]) // 1_000_000, 0)
         data = msgspec.convert(message.get("data", ""), bytes)
         raw = msgspec.convert(message.get("hdrs", ""), bytes)
-        headers = self._client._parse_header_lines(raw.partition(b"\r\n")[2])
-        return Incoming(message["subject"], "", data, headers, place=place, _client=self._client)
+        return Incoming(message["subject"], "", data, nats_client.parse_headers(raw), self.session, place)
 
     async def read(
         self, stream: str, subject_filter: str, *, start_seq: int = 1, to_the_end: bool = False
@@ -233,16 +237,16 @@ class Streams(Connection):
         reason = "disconnected"
         deadline = time.monotonic() + API_TIMEOUT_S
         while (left := deadline - time.monotonic()) > 0:
-            if not await self._wait_up(left):
+            if not await self.session.wait_connected(left):
                 break
             while not arrived.empty():
                 arrived.get_nowait()
-            inbox = self._client.new_inbox()
-            subscription = await self._attach(inbox, collect)
+            inbox = self.session.new_inbox()
+            subscription = await self.session.listen(inbox, collect)
             try:
-                await self._publish(f"$JS.API.DIRECT.GET.{stream}", question, inbox)
+                await self.session.publish(f"$JS.API.DIRECT.GET.{stream}", question, reply=inbox)
                 return await self._gather(arrived, f"direct get of {stream}")
-            except (Unavailable, nats.errors.Error) as error:
+            except Unavailable as error:
                 reason = str(error)
             finally:
                 await subscription.close()
@@ -263,7 +267,7 @@ class Streams(Connection):
                 previous = int(message.headers.get("Nats-Last-Sequence", "0"))
                 if batch and previous != batch[-1].stream_seq:
                     raise Unavailable(f"{about}: a message of the batch is missing")
-                batch.append(stored_message(message))
+                batch.append(self._stored(message))
             elif status == "204":
                 if batch and int(message.headers.get("Nats-Last-Sequence", "0")) != batch[-1].stream_seq:
                     raise Unavailable(f"{about}: a message of the batch is missing")
@@ -296,11 +300,11 @@ class Streams(Connection):
         """Ask until there is an answer; raises Unavailable after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         while True:
-            if not self.connected:
-                await self._wait_up(deadline - time.monotonic())
+            if not self.session.connected:
+                await self.session.wait_connected(deadline - time.monotonic())
             left = deadline - time.monotonic()
             try:
-                return await self._ask(subject, payload, max(0.01, min(left, TRY_TIMEOUT_S)))
+                return await self.session.ask(subject, payload, max(0.01, min(left, TRY_TIMEOUT_S)))
             except Unavailable:
                 if deadline - time.monotonic() <= RETRY_WAIT_S:
                     raise
@@ -310,13 +314,6 @@ class Streams(Connection):
         """When ``stream`` was made, in Unix ns, and its last sequence: shows a stream that was made anew."""
         info = await self.api(f"STREAM.INFO.{stream}")
         return rfc3339_ns(info["created"]), int(info["state"]["last_seq"])
-
-
-def stored_message(answer: Incoming) -> Incoming:
-    """The stored message that a direct get answered with."""
-    headers = answer.headers
-    place = (int(headers["Nats-Sequence"]), rfc3339_ns(headers["Nats-Time-Stamp"]) // 1_000_000, 0)
-    return Incoming(headers["Nats-Subject"], "", answer.data, dict(headers), place=place, _client=answer._client)
 
 
 def rfc3339_ns(text: str) -> int:

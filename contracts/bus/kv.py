@@ -1,18 +1,14 @@
-"""Key-value buckets and object stores, kept as the ``nats`` command keeps them (ADR-8, ADR-20)."""
+"""Key-value buckets, kept as the ``nats`` command keeps them (ADR-8)."""
 
 import asyncio
-import base64
-import hashlib
 import re
 import uuid
 from collections.abc import Callable
-from typing import Any
 
-import msgspec
-
-from contracts.bus.jetstream import API_TIMEOUT_S, MSG_ID, Streams
-from contracts.bus.ordered import Tail
-from contracts.bus.types import BusError, Incoming, KvEntry, StreamFull, WrongSequence
+from contracts.bus.handlers import contain
+from contracts.bus.jetstream import JetStream
+from contracts.bus.ordered import OrderedConsumer
+from contracts.bus.types import BusError, Incoming, KvEntry, WrongSequence
 
 OPERATION = "KV-Operation"
 MARKER = "Nats-Marker-Reason"
@@ -21,11 +17,6 @@ DELETED_TTL_S = 3600
 """How long the marker of a deleted key stays; a watch needs none, since it compares after every trouble."""
 WATCH_START_TIMEOUT_S = 30.0
 """100,000 keys take 3.4 s (measured)."""
-OBJECT_CHUNK_BYTES = 128 * 1024
-"""The usual size of other clients; also far under any server's limit."""
-
-HASHED_INLINE_BYTES = 256 * 1024
-
 _KEY = re.compile(r"[-/_=A-Za-z0-9]+(\.[-/_=A-Za-z0-9]+)*\Z")
 
 
@@ -33,16 +24,15 @@ class Watch:
     """A live view of a bucket; ``close`` ends it."""
 
     def __init__(
-        self, bus: Streams, bucket: str, handler: Callable[[str, KvEntry | None], None], key_filter: str
+        self, jetstream: JetStream, bucket: str, handler: Callable[[str, KvEntry | None], None], key_filter: str
     ) -> None:
-        self._bus = bus
         self._prefix = f"$KV.{bucket}."
         self._handler = handler
         self._revisions: dict[str, int] = {}
         self._seen: set[str] | None = None
         self._current = asyncio.Event()
-        self._tail = Tail(
-            bus,
+        self._consumer = OrderedConsumer(
+            jetstream,
             f"KV_{bucket}",
             self._prefix + key_filter,
             self._take,
@@ -54,14 +44,14 @@ class Watch:
     async def start(self) -> None:
         try:
             async with asyncio.timeout(WATCH_START_TIMEOUT_S):
-                await self._tail.start()
+                await self._consumer.start()
                 await self._current.wait()
         except BaseException:
-            await self._tail.close()
+            await self._consumer.close()
             raise
 
     async def close(self) -> None:
-        await self._tail.close()
+        await self._consumer.close()
 
     def _start(self, set_back: bool) -> None:
         """A snapshot begins; in a bucket made anew or set back revisions say nothing."""
@@ -96,26 +86,27 @@ class Watch:
         try:
             self._handler(key, entry)
         except Exception as error:
-            self._bus._contain(self._prefix + key, error)
+            contain(self._prefix + key, error)
 
 
-class Buckets(Streams):
-    """Core NATS, streams and buckets."""
+class KeyValue:
+    """Keys by bucket, upon streams."""
 
-    # Keys --------------------------------------------------------------------------------------------------
+    def __init__(self, jetstream: JetStream) -> None:
+        self._jetstream = jetstream
 
-    async def kv_get(self, bucket: str, key: str) -> KvEntry | None:
-        message = await self.last(f"KV_{bucket}", _key_subject(bucket, key))
+    async def get(self, bucket: str, key: str) -> KvEntry | None:
+        message = await self._jetstream.last(f"KV_{bucket}", _key_subject(bucket, key))
         return None if message is None else entry_of(key, message)
 
-    async def kv_put(self, bucket: str, key: str, value: bytes) -> int:
+    async def put(self, bucket: str, key: str, value: bytes) -> int:
         """Write whatever is there; the new revision."""
-        return await self._kv_write(bucket, key, value, expect=None, ttl_s=None)
+        return await self._write(bucket, key, value, expect=None, ttl_s=None)
 
-    async def kv_create(self, bucket: str, key: str, value: bytes, *, ttl_s: float | None = None) -> int:
+    async def create(self, bucket: str, key: str, value: bytes, *, ttl_s: float | None = None) -> int:
         """Write a key that is not there, was deleted or has expired; raises WrongSequence when it exists."""
         try:
-            return await self._kv_write(bucket, key, value, expect=0, ttl_s=ttl_s)
+            return await self._write(bucket, key, value, expect=0, ttl_s=ttl_s)
         except WrongSequence as error:
             if error.found is None:
                 revision = 0  # gone meanwhile
@@ -123,18 +114,18 @@ class Buckets(Streams):
                 revision = error.found.stream_seq  # a marker is in the way: take over from it
             else:
                 raise
-        return await self._kv_write(bucket, key, value, expect=revision, ttl_s=ttl_s)
+        return await self._write(bucket, key, value, expect=revision, ttl_s=ttl_s)
 
-    async def kv_update(self, bucket: str, key: str, value: bytes, *, revision: int, ttl_s: float | None = None) -> int:
+    async def update(self, bucket: str, key: str, value: bytes, *, revision: int, ttl_s: float | None = None) -> int:
         """Write over exactly ``revision``; the time to live starts anew, or ends without ``ttl_s``."""
-        return await self._kv_write(bucket, key, value, expect=revision, ttl_s=ttl_s)
+        return await self._write(bucket, key, value, expect=revision, ttl_s=ttl_s)
 
-    async def kv_delete(self, bucket: str, key: str, *, revision: int | None = None) -> None:
+    async def delete(self, bucket: str, key: str, *, revision: int | None = None) -> None:
         """Delete a key, only at ``revision`` when given (else WrongSequence); it may be gone already."""
         headers = {OPERATION: "PURGE", "Nats-Rollup": "sub"}
-        await self._kv_write(bucket, key, b"", expect=revision, ttl_s=DELETED_TTL_S, headers=headers)
+        await self._write(bucket, key, b"", expect=revision, ttl_s=DELETED_TTL_S, headers=headers)
 
-    async def _kv_write(
+    async def _write(
         self,
         bucket: str,
         key: str,
@@ -144,17 +135,19 @@ class Buckets(Streams):
         ttl_s: float | None,
         headers: dict[str, str] | None = None,
     ) -> int:
-        subject = _key_subject(bucket, key)
-        all_headers = {MSG_ID: uuid.uuid4().hex, **(headers or {})}
+        headers = dict(headers or {})
         if ttl_s is not None:
-            all_headers["Nats-TTL"] = f"{int(ttl_s * 1000)}ms"
-        return (await self._store(subject, value, all_headers, expect, API_TIMEOUT_S)).seq
+            headers["Nats-TTL"] = f"{int(ttl_s * 1000)}ms"
+        stored = await self._jetstream.store(
+            _key_subject(bucket, key), value, msg_id=uuid.uuid4().hex, expect_last=expect, headers=headers
+        )
+        return stored.seq
 
-    async def kv_all(self, bucket: str) -> dict[str, KvEntry]:
+    async def all(self, bucket: str) -> dict[str, KvEntry]:
         """Every key that is there now."""
         entries: dict[str, KvEntry] = {}
         prefix = f"$KV.{bucket}."
-        async for message in self.read(f"KV_{bucket}", prefix + ">", to_the_end=True):
+        async for message in self._jetstream.read(f"KV_{bucket}", prefix + ">", to_the_end=True):
             key = message.subject[len(prefix) :]
             entry = entry_of(key, message)
             if entry is None:
@@ -163,66 +156,18 @@ class Buckets(Streams):
                 entries[key] = entry
         return entries
 
-    async def kv_watch(
-        self, bucket: str, handler: Callable[[str, KvEntry | None], None], key_filter: str = ">"
-    ) -> Watch:
+    async def watch(self, bucket: str, handler: Callable[[str, KvEntry | None], None], key_filter: str = ">") -> Watch:
         """Tell ``handler`` every key that is there, return, then tell every change; None: deleted or expired.
 
         After any trouble only what changed meanwhile is told. ``handler`` must not block.
         """
-        watch = Watch(self, bucket, handler, key_filter)
+        watch = Watch(self._jetstream, bucket, handler, key_filter)
         await watch.start()
         return watch
 
-    async def kv_created_ns(self, bucket: str) -> int:
+    async def created_ns(self, bucket: str) -> int:
         """When the bucket was made, in Unix ns: part of an owner's epoch."""
-        return (await self.stream_state(f"KV_{bucket}"))[0]
-
-    # Objects -----------------------------------------------------------------------------------------------
-
-    async def object_put(self, bucket: str, name: str, data: bytes) -> None:
-        """Store ``data`` under ``name``; readers see the old or the new object whole. Raises StreamFull."""
-        identity = uuid.uuid4().hex
-        chunks = [data[at : at + OBJECT_CHUNK_BYTES] for at in range(0, len(data), OBJECT_CHUNK_BYTES)]
-        try:
-            for number, chunk in enumerate(chunks):  # one by one: their order in the stream is the object's
-                await self.store(f"$O.{bucket}.C.{identity}", chunk, msg_id=f"{identity}.{number}")
-        except StreamFull:
-            await self.purge(f"OBJ_{bucket}", f"$O.{bucket}.C.{identity}")
-            raise
-        meta: dict[str, Any] = {
-            "name": name,
-            "bucket": bucket,
-            "nuid": identity,
-            "size": len(data),
-            "chunks": len(chunks),
-            "digest": await _digest(data),
-            "options": {"max_chunk_size": OBJECT_CHUNK_BYTES},
-        }
-        headers = {MSG_ID: identity, "Nats-Rollup": "sub"}
-        await self._store(_meta_subject(bucket, name), msgspec.json.encode(meta), headers, None, API_TIMEOUT_S)
-
-    async def object_get(self, bucket: str, name: str) -> bytes | None:
-        """The whole object; None when it is not there. Raises BusError when it is damaged."""
-        meta = await self._object_meta(bucket, name)
-        if meta is None or meta.get("deleted"):
-            return None
-        data = b"".join([m.data async for m in self.read(f"OBJ_{bucket}", f"$O.{bucket}.C.{meta['nuid']}")])
-        if len(data) != meta["size"] or await _digest(data) != meta["digest"]:
-            raise BusError(f"object {name} of {bucket} is damaged: {len(data)} of {meta['size']} bytes")
-        return data
-
-    async def object_delete(self, bucket: str, name: str) -> None:
-        """Delete an object; no error when it is not there."""
-        meta = await self._object_meta(bucket, name)
-        if meta is None:
-            return
-        await self.purge(f"OBJ_{bucket}", _meta_subject(bucket, name))
-        await self.purge(f"OBJ_{bucket}", f"$O.{bucket}.C.{meta['nuid']}")
-
-    async def _object_meta(self, bucket: str, name: str) -> dict[str, Any] | None:
-        message = await self.last(f"OBJ_{bucket}", _meta_subject(bucket, name))
-        return None if message is None else msgspec.json.decode(message.data)
+        return (await self._jetstream.stream_state(f"KV_{bucket}"))[0]
 
 
 def entry_of(key: str, message: Incoming) -> KvEntry | None:
@@ -236,18 +181,3 @@ def _key_subject(bucket: str, key: str) -> str:
     if not _KEY.match(key):
         raise BusError(f"not a key of a bucket: {key!r}")
     return f"$KV.{bucket}.{key}"
-
-
-def _meta_subject(bucket: str, name: str) -> str:
-    return f"$O.{bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
-
-
-async def _digest(data: bytes) -> str:
-    """On a thread where it takes more than a millisecond: a body of 16 MiB takes 30."""
-    if len(data) > HASHED_INLINE_BYTES:
-        return await asyncio.to_thread(_hash, data)
-    return _hash(data)
-
-
-def _hash(data: bytes) -> str:
-    return "SHA-256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode()

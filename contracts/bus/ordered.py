@@ -4,14 +4,14 @@ import asyncio
 import datetime
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
-import nats.errors
 import structlog
 
 from contracts.bus import types
-from contracts.bus.jetstream import Streams
-from contracts.bus.session import Subscription, stop
+from contracts.bus.handlers import in_order, stop
+from contracts.bus.jetstream import JetStream
+from contracts.bus.session import Subscription
 from contracts.bus.types import BusError, Handler, Incoming, Unavailable
 
 log = structlog.get_logger(__name__)
@@ -26,8 +26,11 @@ INACTIVE_S = 10.0
 """When the server drops a consumer whose reader vanished without deleting it."""
 
 
-class Tail:
-    """One ordered consumer. ``handler`` gets each message once and in order; ``close`` ends it.
+class OrderedConsumer:
+    """Hands each message of ``stream`` to ``handler``, once and in order, until ``close``; over restarts too.
+
+    Starts at ``start_seq`` or at ``start_at_ms`` (Unix ms), else with what is stored from now on. Not for
+    work-queue streams. A stream that vanishes is waited for.
 
     With ``snapshot`` every start, also after trouble, first hands over the last message of each subject
     (``on_start(set_back)`` before, ``on_current()`` once they have all been handed over): the reader
@@ -37,7 +40,7 @@ class Tail:
 
     def __init__(
         self,
-        bus: Streams,
+        jetstream: JetStream,
         stream: str,
         subject_filter: str,
         handler: Handler,
@@ -48,10 +51,11 @@ class Tail:
         on_start: Callable[[bool], None] = lambda set_back: None,
         on_current: Callable[[], None] = lambda: None,
     ) -> None:
-        self._bus = bus
+        self._jetstream = jetstream
+        self._session = jetstream.session
         self._stream = stream
         self._filter = subject_filter
-        self._deliver = bus._in_order(handler)
+        self._deliver = in_order(handler)
         self._start_seq = start_seq
         self._start_at_ms = start_at_ms
         self._snapshot = snapshot
@@ -68,29 +72,27 @@ class Tail:
         self._broken = ""
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
+    async def start(self) -> Self:
         """Make the first consumer; raises NotFound without the stream, or what else the server says."""
-        self._bus._readers.add(self)
+        self._session.readers.add(self)
         try:
             await self._open()
         except BaseException:
             await self.close()
             raise
-        self._bus._kicks.append(self._kick)
-        self._task = self._bus._spawn(self._run(), vital=True)
+        self._task = self._session.spawn(self._run(), vital=True)
+        return self
 
     async def close(self) -> None:
         """Hand on no more; a call of the handler that runs is cancelled."""
-        self._bus._readers.discard(self)
-        if self._kick in self._bus._kicks:
-            self._bus._kicks.remove(self._kick)
+        self._session.readers.discard(self)
         if self._task is not None:
             await stop(self._task)
         await self._drop()
-        if self._consumer and self._bus.connected:
-            await delete_consumer(self._bus, self._stream, self._consumer)
+        if self._consumer and self._session.connected:
+            await delete_consumer(self._jetstream, self._stream, self._consumer)
 
-    def _kick(self) -> None:
+    def reconnected(self) -> None:
         """After a reconnect the consumer may be gone, or have sent into the void."""
         self._break("reconnected")
 
@@ -99,7 +101,7 @@ class Tail:
         self._wake.set()
 
     async def _open(self) -> None:
-        created_ns, last_seq = await self._bus.stream_state(self._stream)
+        created_ns, last_seq = await self._jetstream.stream_state(self._stream)
         if set_back := self._position is not None and created_ns != self._created_ns:
             self._position = 0  # the stream was made anew
         elif set_back := self._position is not None and last_seq < self._position:
@@ -112,8 +114,8 @@ class Tail:
             wake.set()
 
         self._arrived, self._wake, self._broken = arrived, wake, ""
-        inbox = self._bus._client.new_inbox()
-        self._inbox = await self._bus._attach(inbox, receive)
+        inbox = self._session.new_inbox()
+        self._inbox = await self._session.listen(inbox, receive)
         self._consumer = inbox.rpartition(".")[2]
         config = {
             "name": self._consumer,
@@ -129,7 +131,7 @@ class Tail:
             "mem_storage": True,
             **self._start_at(),
         }
-        info = await create_consumer(self._bus, self._stream, config)
+        info = await create_consumer(self._jetstream, self._stream, config)
         self._consumer_seq = 0
         self._created_ns = created_ns
         if self._position is None:
@@ -164,22 +166,22 @@ class Tail:
                         await self._wake.wait()
                 except TimeoutError:
                     self._break("no heartbeat")
-            log.info("bus_tail_resumes", stream=self._stream, reason=self._broken)
-            types.RESUMES.labels("tail").inc()
+            log.info("bus_ordered_resumes", stream=self._stream, reason=self._broken)
+            types.RESUMES.labels("ordered").inc()
             await self._reopen()
 
     async def _reopen(self) -> None:
         logged = False
         await self._drop()
-        if self._bus.connected:  # unsubscribing alone leaves the consumer on the server
-            self._bus._spawn(delete_consumer(self._bus, self._stream, self._consumer))
+        if self._session.connected:  # unsubscribing alone leaves the consumer on the server
+            self._session.spawn(delete_consumer(self._jetstream, self._stream, self._consumer))
         while True:
             try:
                 await self._open()
                 return
-            except (BusError, nats.errors.Error) as error:
+            except BusError as error:
                 if not logged:  # the stream may be away for long
-                    log.warning("bus_tail_waits", stream=self._stream, error=str(error))
+                    log.warning("bus_ordered_waits", stream=self._stream, error=str(error))
                     logged = True
             await self._drop()
             await asyncio.sleep(RETRY_WAIT_S)
@@ -216,7 +218,7 @@ class Tail:
 
     async def _answer(self, reply: str) -> None:
         try:
-            await self._bus.publish(reply, b"")
+            await self._session.publish(reply, b"")
         except Unavailable:
             pass  # disconnected: the reconnect makes the consumer anew
 
@@ -225,15 +227,15 @@ class Tail:
         self._on_current()
 
 
-async def create_consumer(bus: Streams, stream: str, config: dict[str, Any]) -> dict[str, Any]:
+async def create_consumer(jetstream: JetStream, stream: str, config: dict[str, Any]) -> dict[str, Any]:
     """Create or update the consumer ``config["name"]``; its info."""
     call = f"CONSUMER.CREATE.{stream}.{config['name']}.{config['filter_subject']}"
-    return await bus.api(call, {"stream_name": stream, "config": config})
+    return await jetstream.api(call, {"stream_name": stream, "config": config})
 
 
-async def delete_consumer(bus: Streams, stream: str, consumer: str) -> None:
+async def delete_consumer(jetstream: JetStream, stream: str, consumer: str) -> None:
     """Delete a consumer; one that is gone or does not answer is left to the server's inactivity limit."""
     try:
-        await bus.api(f"CONSUMER.DELETE.{stream}.{consumer}", timeout_s=1.0)
+        await jetstream.api(f"CONSUMER.DELETE.{stream}.{consumer}", timeout_s=1.0)
     except BusError:
         pass

@@ -5,16 +5,16 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Self
 
 import msgspec
-import nats.errors
 import structlog
 
 from contracts.bus import types
-from contracts.bus.jetstream import NO_STREAM, Streams
+from contracts.bus.handlers import contain, in_order, stop
+from contracts.bus.jetstream import NO_STREAM, JetStream
 from contracts.bus.ordered import create_consumer
-from contracts.bus.session import Subscription, stop
+from contracts.bus.session import Subscription
 from contracts.bus.types import BusError, Handler, Incoming, NotFound
 
 log = structlog.get_logger(__name__)
@@ -36,8 +36,14 @@ CONSUMER_NAME_BYTES_MAX = 200
 _CONSUMER_GONE = ("Consumer Deleted", "Consumer is push based", "Leadership Change", "Server Shutdown")
 
 
-class Puller:
-    """Pulls by raw requests while what was asked for is less than half of ``credit()``, the handler's part apart.
+class PullConsumer:
+    """Takes messages as ``credit()`` allows and hands each to ``handler``, which sees to its ``ack``.
+
+    What is asked for and what the handler works on counts against ``credit()``, so a handler that takes a
+    message must lower it before it returns. With ``recreate`` the consumer is made again at the start and
+    after every reconnect: all unacknowledged messages come again, and the handler ignores what it knows.
+    ``inactive_s``: the server forgets a consumer that nobody used for so long. A stream that vanishes is waited
+    for.
 
     Raw requests, because the library's fetch hides errors, hangs over a restart and leaves stale pulls
     behind. The one inbox stays, so a message that the server has sent is never dropped here.
@@ -45,7 +51,7 @@ class Puller:
 
     def __init__(
         self,
-        bus: Streams,
+        jetstream: JetStream,
         stream: str,
         durable: str,
         subject_filter: str,
@@ -53,14 +59,15 @@ class Puller:
         *,
         ack_wait_s: float,
         credit: Callable[[], int],
-        max_ack_pending: int,
-        inactive_s: float | None,
-        recreate: bool,
+        max_ack_pending: int = -1,
+        inactive_s: float | None = None,
+        recreate: bool = False,
     ) -> None:
-        self._bus = bus
+        self._jetstream = jetstream
+        self._session = jetstream.session
         self._stream = stream
         self._name = consumer_name(durable)
-        self._handle = bus._in_order(handler)
+        self._handle = in_order(handler)
         self._credit = credit
         self._recreate = recreate
         self._config: dict[str, Any] = {
@@ -77,7 +84,7 @@ class Puller:
         }
         if inactive_s is not None:
             self._config["inactive_threshold"] = int(inactive_s * 1e9)
-        self._inbox = bus._client.new_inbox() + "."
+        self._inbox = self._session.new_inbox() + "."
         self._subscription: Subscription | None = None
         self._asked: dict[str, tuple[int, float]] = {}
         """Pull requests of which some may wait at the server, oldest first: token -> (messages asked for, when to give
@@ -94,15 +101,15 @@ class Puller:
         self._closed = False
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> None:
+    async def start(self) -> Self:
         """Make the consumer; raises NotFound without the stream, or what else the server says."""
         await self._make_consumer()
-        self._subscription = await self._bus._attach(self._inbox + "*", self._receive)
-        self._bus._readers.add(self)
-        self._bus._kicks.append(self._kick)
-        self._tasks = [self._bus._spawn(work, vital=True) for work in (self._run(), self._hand_over())]
+        self._subscription = await self._session.listen(self._inbox + "*", self._receive)
+        self._session.readers.add(self)
+        self._tasks = [self._session.spawn(work, vital=True) for work in (self._run(), self._hand_over())]
+        return self
 
-    def poke(self) -> None:
+    def notify(self) -> None:
         """Look at ``credit()`` again now; otherwise it is looked at after each message and every 2 s."""
         self._wake.set()
 
@@ -112,9 +119,7 @@ class Puller:
         What was received and not acknowledged comes again as the consumer is configured.
         """
         self._closed = True
-        self._bus._readers.discard(self)
-        if self._kick in self._bus._kicks:
-            self._bus._kicks.remove(self._kick)
+        self._session.readers.discard(self)
         if self._subscription is not None:
             await self._subscription.close()
         self._wake.set()
@@ -123,7 +128,7 @@ class Puller:
             await asyncio.wait(self._tasks, timeout=HANDLER_CLOSE_S)
             await stop(*self._tasks)
 
-    def _kick(self) -> None:
+    def reconnected(self) -> None:
         """After a reconnect waiting pulls are gone, and what was sent into the cut is lost."""
         self._break("reconnected")
 
@@ -134,11 +139,11 @@ class Puller:
     async def _make_consumer(self) -> None:
         if self._recreate:
             try:
-                await self._bus.api(f"CONSUMER.DELETE.{self._stream}.{self._name}")
+                await self._jetstream.api(f"CONSUMER.DELETE.{self._stream}.{self._name}")
             except NotFound as error:
                 if error.err_code == NO_STREAM:
                     raise
-        await create_consumer(self._bus, self._stream, self._config)
+        await create_consumer(self._jetstream, self._stream, self._config)
 
     async def _run(self) -> None:
         while not self._closed:
@@ -169,7 +174,7 @@ class Puller:
                 types.RESUMES.labels("pull").inc()
                 log.info("bus_pull_resumes", stream=self._stream, consumer=self._name, reason=reason)
                 return
-            except (BusError, nats.errors.Error) as error:
+            except BusError as error:
                 self._broken = reason
                 if not logged:  # the stream may be away for long
                     log.warning("bus_pull_waits", stream=self._stream, consumer=self._name, error=str(error))
@@ -186,7 +191,7 @@ class Puller:
             self._asked_total = max(0, self._asked_total - lacking) if self._asked else 0
 
     async def _ask(self, now: float) -> None:
-        if not self._bus.connected or now < self._pause_until:
+        if not self._session.connected or now < self._pause_until:
             return
         try:
             room = self._credit()
@@ -204,10 +209,10 @@ class Puller:
         self._asked_total += batch
         question = msgspec.json.encode({"batch": batch, "expires": int(PULL_EXPIRES_S * 1e9)})
         try:
-            await self._bus._publish(
-                f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._name}", question, self._inbox + token
+            await self._session.publish(
+                f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._name}", question, reply=self._inbox + token
             )
-        except nats.errors.Error:
+        except BusError:
             self._forget(token, batch)
 
     async def _receive(self, message: Incoming) -> None:
@@ -245,18 +250,26 @@ class Puller:
         self._wake.set()
 
 
-class BatchPuller:
-    """Gathers messages into batches for one handler, and asks for more only when a batch is done."""
+class BatchConsumer:
+    """Hands over up to ``batch`` messages, gathered for at most ``max_wait_s`` from the first one on.
+
+    One batch at a time; the handler acknowledges. ``ack_wait_s`` must exceed two calls of the handler, else
+    messages come again while they wait.
+    """
 
     def __init__(
         self,
-        bus: Streams,
+        jetstream: JetStream,
+        stream: str,
+        durable: str,
+        subject_filter: str,
         handler: Callable[[list[Incoming]], Awaitable[None]],
         *,
         batch: int,
         max_wait_s: float,
+        ack_wait_s: float,
     ) -> None:
-        self._bus = bus
+        self._session = jetstream.session
         self._handler = handler
         self._batch = batch
         self._max_wait_s = max_wait_s
@@ -264,12 +277,9 @@ class BatchPuller:
         self._arrived = asyncio.Event()
         self._busy = False
         self._closed = False
-        self._puller: Puller | None = None
         self._task: asyncio.Task[None] | None = None
-
-    async def start(self, stream: str, durable: str, subject_filter: str, *, ack_wait_s: float) -> None:
-        self._puller = Puller(
-            self._bus,
+        self._pull = PullConsumer(
+            jetstream,
             stream,
             durable,
             subject_filter,
@@ -277,23 +287,23 @@ class BatchPuller:
             ack_wait_s=ack_wait_s,
             credit=lambda: 0 if self._busy else self._batch - len(self._gathered),
             max_ack_pending=max(1000, 4 * self._batch),
-            inactive_s=None,
-            recreate=False,
         )
-        await self._puller.start()
-        self._bus._readers.add(self)
-        self._task = self._bus._spawn(self._run(), vital=True)
 
-    def poke(self) -> None:
-        if self._puller is not None:
-            self._puller.poke()
+    async def start(self) -> Self:
+        """Make the consumer; raises NotFound without the stream, or what else the server says."""
+        await self._pull.start()
+        self._session.readers.add(self)
+        self._task = self._session.spawn(self._run(), vital=True)
+        return self
+
+    def reconnected(self) -> None:
+        """Nothing of its own to do: the pull consumer is told too."""
 
     async def close(self) -> None:
         """Let a batch in the handler's hands end, within a time limit; what was gathered comes again."""
         self._closed = True
-        self._bus._readers.discard(self)
-        if self._puller is not None:
-            await self._puller.close()
+        self._session.readers.discard(self)
+        await self._pull.close()
         self._arrived.set()
         if self._task is not None:
             await asyncio.wait([self._task], timeout=HANDLER_CLOSE_S)
@@ -315,11 +325,11 @@ class BatchPuller:
             try:
                 await self._handler(batch)
             except Exception as error:
-                self._bus._contain(f"batch of {len(batch)}", error)
+                contain(f"batch of {len(batch)}", error)
                 await asyncio.sleep(RETRY_WAIT_S)
             finally:
                 self._busy = False
-            self.poke()
+            self._pull.notify()
 
     async def _fill(self) -> None:
         deadline = time.monotonic() + self._max_wait_s

@@ -1,26 +1,23 @@
 """One connection to NATS that stays usable: core publish, request and subscribe, hardened.
 
 What is guarded here, because the client library does not: a subscription is live when ``subscribe`` returns
-(its flush is no barrier); a read loop that died is noticed and the connection made anew; a message over the
-limit is refused before the server would cut the connection; callbacks never raise into the client; every wait
-ends.
+(its flush is no barrier); a message over the limit is refused before the server would cut the connection;
+handlers and callbacks never raise into the client; a request ends when the connection does; every wait ends.
+Streams, buckets and consumers are built upon this by other modules.
 """
 
 import asyncio
-import contextlib
-import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any, Protocol, Self
 
-import nats.errors
 import structlog
-from nats.aio.client import Client
-from nats.aio.subscription import Subscription as NatsSubscription
 
 from contracts import subjects
-from contracts.bus import types
-from contracts.bus.types import BusError, Handler, Incoming, NoResponder, TooLarge, Unavailable
+from contracts.bus import nats_client, types
+from contracts.bus.handlers import Deliver, at_once, in_order, stop, within
+from contracts.bus.nats_client import Client, LibraryError
+from contracts.bus.types import BusError, Handler, Incoming, TooLarge, Unavailable
 
 log = structlog.get_logger(__name__)
 
@@ -28,9 +25,6 @@ RECONNECT_WAIT_S = 0.2
 """Pause between tries; a restarted server answers after about .1 s (measured)."""
 PING_INTERVAL_S = 2.0
 """With two pings outstanding a half-open link is found in 5.7 s (measured)."""
-WATCH_INTERVAL_S = 0.5
-"""How often the client's own tasks are looked at."""
-TICKS_UNTIL_DEAD = 2
 CLOSE_TIMEOUT_S = 2.0
 """Of each step on the way out: readers, subscriptions, what is buffered."""
 SUBSCRIBE_TIMEOUT_S = 10.0
@@ -40,31 +34,15 @@ SUBJECT_BYTES_MAX = 2048
 """The server closes the connection when subject, reply and lengths pass 4096 bytes; inboxes stay under 1024.
 """
 ACK_TRIES, ACK_TIMEOUT_S = 3, 1.0
-_DENIED = re.compile(r'permissions violation for subscription to "(?P<subject>[^"]*)"')
 CONCURRENT_CALLS = 256
 
 
 class Reader(Protocol):
-    """What reads by a consumer of its own: ends before its connection does."""
+    """What reads by a consumer of its own: it ends before its session does, and starts again after a reconnect."""
 
     async def close(self) -> None: ...
 
-
-class _Client(Client):
-    """The library's client, told to build our messages, and not to leak the socket of a try that failed."""
-
-    msg_class = Incoming
-    owner: "Connection"
-
-    async def _connect_to_server(self, s: Any) -> None:
-        self.abort()
-        await super()._connect_to_server(s)
-
-    def abort(self) -> None:
-        """Drop the socket at once, with what is buffered."""
-        writer = getattr(self._transport, "_io_writer", None)
-        if writer is not None:
-            writer.transport.abort()
+    def reconnected(self) -> None: ...
 
 
 class Subscription:
@@ -72,21 +50,26 @@ class Subscription:
     slow.
     """
 
-    def __init__(self, connection: "Connection", inner: NatsSubscription) -> None:
-        self._connection = connection
+    def __init__(self, inner: Any, live: "dict[Any, Subscription]") -> None:
         self._inner = inner
+        self._live = live
         self.dropped = 0
         self._logged_at = 0.0
+        live[inner] = self
 
     async def close(self) -> None:
         """No message is handed on after this; calls that already run as own tasks end by themselves."""
-        self._connection._subscriptions.pop(self._inner._id, None)
+        self._live.pop(self._inner, None)
         try:
             await self._inner.unsubscribe()
-        except nats.errors.Error:
+        except LibraryError:
             pass  # closed before, or the connection is: nothing arrives any more
 
-    def _count_drop(self) -> None:
+    async def drain(self) -> None:
+        """Unsubscribe, and hand on what has arrived."""
+        await self._inner.drain()
+
+    def count_drop(self) -> None:
         self.dropped += 1
         types.SLOW_CONSUMER_DROPS.inc()
         now = time.monotonic()
@@ -95,23 +78,21 @@ class Subscription:
             log.warning("bus_slow_consumer", subject=self._inner.subject, dropped=self.dropped)
 
 
-class Connection:
-    """Core NATS. Made by ``connect``; use ``contracts.bus.Bus``, which adds streams and buckets."""
+class Session:
+    """Core NATS. Made by ``connect``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.closed = asyncio.Event()
         """Set when the connection is lost for good: the service must exit non-zero."""
         self.reconnects = 0
-        self._client = _Client()
-        self._client.owner = self
+        self.readers: set[Reader] = set()
+        """Closed first when the session ends, and told of every reconnect."""
+        self._client = Client(self)
         self._closing = False
         self._up = asyncio.Event()
-        self._subscriptions: dict[int, Subscription] = {}
+        self._subscriptions: dict[Any, Subscription] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._readers: set[Reader] = set()
-        self._kicks: list[Callable[[], None]] = []
-        self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._echoes: dict[str, asyncio.Future[None]] = {}
         self._echo_prefix = ""
         self._echo_count = 0
@@ -147,23 +128,23 @@ class Connection:
                 )
                 self._up.set()
                 self._echo_prefix = client.new_inbox() + "."
-                echoes = await self._attach(self._echo_prefix + "*", self._on_echo)
-                del self._subscriptions[echoes._inner._id]  # stays to the very end
-                await self._barrier()
-        except (TimeoutError, OSError, nats.errors.Error) as error:
+                await client.subscribe(self._echo_prefix + "*", cb=self._on_echo)
+                await self.barrier()
+        except (TimeoutError, OSError, LibraryError) as error:
             self._closing = True
-            await _bounded(client.close())
+            await within(CLOSE_TIMEOUT_S, client.close())
             reason = client.last_error or error
             raise Unavailable(f"no connection to NATS within {timeout_s:g} s: {reason!r}") from error
         except BaseException:
             self._closing = True
-            await _bounded(client.close())
+            await within(CLOSE_TIMEOUT_S, client.close())
             raise
-        self._spawn(self._watch(), vital=True)
+        self.spawn(self._watch(), vital=True)
         return self
 
     @property
     def connected(self) -> bool:
+        """Whether the server is reached now."""
         return self._client.is_connected
 
     @property
@@ -171,13 +152,15 @@ class Connection:
         """Largest message with headers that the server takes, in bytes."""
         return self._client.max_payload
 
-    def on_reconnect(self, callback: Callable[[], Awaitable[None]]) -> None:
-        """Run ``callback`` after each reconnect, in an own task; its exceptions are logged."""
-        self._callbacks.append(callback)
+    def new_inbox(self) -> str:
+        """A subject under this session's inbox that nobody has used."""
+        return self._client.new_inbox()
 
     # Sending -----------------------------------------------------------------------------------------------
 
-    async def publish(self, subject: str, data: bytes, *, headers: Mapping[str, str] | None = None) -> None:
+    async def publish(
+        self, subject: str, data: bytes, *, headers: Mapping[str, str] | None = None, reply: str = ""
+    ) -> None:
         """Core NATS, at most once; while disconnected up to 2 MiB wait for the reconnect.
 
         Raises TooLarge, and Unavailable when the buffer is full or the connection closed.
@@ -185,24 +168,24 @@ class Connection:
         if headers is not None or len(subject) > SUBJECT_BYTES_MAX:
             self._check_size(subject, data, headers)
         try:
-            await self._publish(subject, data, "", headers)
-        except nats.errors.Error as error:
-            raise self._translate(error, subject, data) from error
+            await self._publish(subject, data, reply, headers)
+        except LibraryError as error:
+            raise nats_client.translated(error, subject, len(data), self.max_payload) from error
 
     async def request(self, subject: str, data: bytes, *, timeout_s: float = 2.0) -> bytes:
         """The first answer; raises Unavailable when nobody listens or answers in time, and TooLarge."""
-        return (await self._ask(subject, data, timeout_s)).data
+        return (await self.ask(subject, data, timeout_s)).data
 
-    async def _ask(
+    async def ask(
         self, subject: str, data: bytes, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> Incoming:
+        """``request`` with headers, and the answer with its own."""
         if headers is not None or len(subject) > SUBJECT_BYTES_MAX:
             self._check_size(subject, data, headers)
         try:
-            answer = await self._client.request(subject, data, timeout=timeout_s, headers=headers)
-        except nats.errors.Error as error:
-            raise self._translate(error, subject, data) from error
-        return answer
+            return await self._client.request(subject, data, timeout=timeout_s, headers=headers)
+        except LibraryError as error:
+            raise nats_client.translated(error, subject, len(data), self.max_payload) from error
 
     def _check_size(self, subject: str, data: bytes, headers: Mapping[str, str] | None) -> None:
         """The client checks the payload only; the server counts headers too, and closes for good."""
@@ -214,32 +197,17 @@ class Connection:
         if size > self.max_payload:
             raise TooLarge(f"{size} bytes with headers; the server takes {self.max_payload}")
 
-    def _translate(self, error: nats.errors.Error, subject: str, data: bytes) -> BusError:
-        match error:
-            case nats.errors.MaxPayloadError():
-                return TooLarge(f"{len(data)} bytes; the server takes {self.max_payload}")
-            case nats.errors.NoRespondersError():
-                return NoResponder(f"nobody listens on {subject}")
-            case nats.errors.TimeoutError():
-                return Unavailable(f"no answer from {subject} in time")
-            case nats.errors.OutboundBufferLimitError():
-                return Unavailable("disconnected, and the buffer for the reconnect is full")
-            case nats.errors.ConnectionClosedError() | nats.errors.ConnectionDrainingError():
-                return Unavailable("the connection is closed")
-            case _:
-                return BusError(f"{error!r} for {subject!r}")
-
     async def confirm_ack(self, reply: str) -> bool:
         """Send an ack and wait for the server's word, a few times; False when it stays unconfirmed."""
         if not reply.startswith("$JS.ACK."):
             raise BusError("only a message of a consumer can be acknowledged")
         for _ in range(ACK_TRIES):
             try:
-                await self._ask(reply, b"", ACK_TIMEOUT_S)
+                await self.ask(reply, b"", ACK_TIMEOUT_S)
                 return True
             except Unavailable:
                 if not self.connected:
-                    await self._wait_up(ACK_TIMEOUT_S)
+                    await self.wait_connected(ACK_TIMEOUT_S)
         types.ACKS_UNCONFIRMED.inc()
         return False
 
@@ -261,10 +229,10 @@ class Connection:
         ``concurrent`` runs as an own task, at most ``limit`` at a time. What a handler raises is logged and
         counted, no more.
         """
-        deliver = self._concurrently(handler, limit) if concurrent else self._in_order(handler)
-        subscription = await self._attach(subject, deliver, queue)
+        deliver = at_once(handler, limit, self.spawn) if concurrent else in_order(handler)
+        subscription = await self.listen(subject, deliver, queue)
         try:
-            await self._barrier()
+            await self.barrier()
             if subject.lower() in self._denied:
                 self._denied.discard(subject.lower())
                 raise BusError(f"this user may not subscribe to {subject}")
@@ -273,60 +241,22 @@ class Connection:
             raise
         return subscription
 
-    async def _attach(
-        self, subject: str, deliver: Callable[[Incoming], Awaitable[None]], queue: str = ""
-    ) -> Subscription:
+    async def listen(self, subject: str, deliver: Deliver, queue: str = "") -> Subscription:
+        """A subscription without a ``barrier``, enough where the same session then asks for what is to come.
+        ``deliver`` must not raise.
+        """
         self._check_size(subject, b"", None)
         try:
             inner = await self._client.subscribe(subject, queue=queue, cb=deliver)
-        except nats.errors.Error as error:
-            raise self._translate(error, subject, b"") from error
-        subscription = Subscription(self, inner)
-        self._subscriptions[inner._id] = subscription
-        return subscription
+        except LibraryError as error:
+            raise nats_client.translated(error, subject, 0, self.max_payload) from error
+        return Subscription(inner, self._subscriptions)
 
-    def _in_order(self, handler: Handler) -> Callable[[Incoming], Awaitable[None]]:
-        async def deliver(message: Incoming) -> None:
-            try:
-                running = handler(message)
-                if running is not None:
-                    await running
-            except asyncio.CancelledError as error:
-                # The library would silently end the subscription. Only when its task is really being
-                # cancelled is that right.
-                if _is_cancelled():
-                    raise
-                self._contain(message.subject, error)
-            except Exception as error:
-                self._contain(message.subject, error)
-
-        return deliver
-
-    def _concurrently(self, handler: Handler, limit: int) -> Callable[[Incoming], Awaitable[None]]:
-        call = self._in_order(handler)
-        free = asyncio.Semaphore(limit)
-
-        async def run(message: Incoming) -> None:
-            try:
-                await call(message)
-            finally:
-                free.release()
-
-        async def deliver(message: Incoming) -> None:
-            await free.acquire()
-            self._spawn(run(message))
-
-        return deliver
-
-    def _contain(self, subject: str, error: BaseException) -> None:
-        types.HANDLER_ERRORS.inc()
-        log.error("bus_handler_failed", subject=subject, exc_info=error)
-
-    async def _barrier(self) -> None:
+    async def barrier(self) -> None:
         """Wait until the server has acted on everything sent so far, by a message through it to ourselves.
 
         The library's flush lets its PING overtake what is still buffered, and a PONG after its time-out kills
-        the read loop; a message keeps its place in line and may be late.
+        the read loop; a message keeps its place in line and may be late. Raises Unavailable.
         """
         self._echo_count += 1
         token = str(self._echo_count)
@@ -350,7 +280,7 @@ class Connection:
 
     # Staying alive -----------------------------------------------------------------------------------------
 
-    async def _wait_up(self, timeout_s: float) -> bool:
+    async def wait_connected(self, timeout_s: float) -> bool:
         """Wait for a connection; whether there is one."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -363,84 +293,8 @@ class Connection:
             return False
         return True
 
-    async def _watch(self) -> None:
-        """Revive a connection whose tasks died or hang: it would stay "connected" and deaf for minutes, or
-        for ever.
-
-        A reconnect may also die of an exception that the library does not catch, or hang: it waits for the
-        old socket to take what is buffered, which a broken link never does.
-        """
-        client = self._client
-        dead_ticks = hung_ticks = 0
-        while not client.is_closed:
-            await asyncio.sleep(WATCH_INTERVAL_S)
-            if self._closing:
-                continue
-            if client.is_connected:
-                tasks = (client._reading_task, client._flusher_task, client._ping_interval_task)
-                dead_ticks = hung_ticks = 0
-                if any(task is None or task.done() for task in tasks):
-                    await self._revive("a task of the connection died")
-                continue
-            task = client._reconnection_task
-            dead_ticks = dead_ticks + 1 if task is None or task.done() else 0
-            hung_ticks = hung_ticks + 1 if self._up.is_set() else 0
-            if dead_ticks == TICKS_UNTIL_DEAD and not client.is_closed:
-                dead_ticks = 0
-                client._status = Client.CONNECTED  # else nothing is reconnected
-                await self._revive("the reconnect died")
-            elif hung_ticks == TICKS_UNTIL_DEAD:
-                log.warning("bus_socket_aborted", reason="the old socket does not close")
-                self._client.abort()
-        await self._on_closed()
-
-    async def _revive(self, why: str) -> None:
-        types.DEAD_LOOPS.inc()
-        log.warning("bus_revived", reason=why)
-        await self._client.force_reconnect()
-
-    async def _on_error(self, error: Exception) -> None:
-        if isinstance(error, nats.errors.SlowConsumerError):
-            if (subscription := self._subscriptions.get(error.sid)) is not None:
-                subscription._count_drop()
-            return
-        if (denied := _DENIED.search(str(error))) is not None:
-            self._denied.add(denied["subject"])
-        level = log.warning if self._client.is_connected else log.debug
-        level("bus_error", error=repr(error))
-
-    async def _on_disconnected(self) -> None:
-        self._up.clear()
-        for waiting in tuple(self._client._resp_map.values()):
-            if not waiting.done():  # its answer cannot come any more
-                waiting.set_exception(nats.errors.TimeoutError())
-        if not self._closing:
-            log.warning("bus_disconnected", error=repr(self._client.last_error))
-
-    async def _on_reconnected(self) -> None:
-        self.reconnects += 1
-        types.RECONNECTS.inc()
-        self._up.set()
-        log.info("bus_reconnected", reconnects=self.reconnects)
-        for kick in tuple(self._kicks):
-            kick()
-        for callback in self._callbacks:
-            self._spawn(self._call(callback))
-
-    async def _call(self, callback: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await callback()
-        except Exception:
-            log.exception("bus_reconnect_callback_failed")
-
-    async def _on_closed(self) -> None:
-        self._up.clear()
-        if not self._closing and not self.closed.is_set():
-            log.error("bus_closed", error=repr(self._client.last_error))
-            self.closed.set()
-
-    def _spawn(self, work: Coroutine[Any, Any, None], *, vital: bool = False) -> asyncio.Task[None]:
-        """Run ``work`` as a task of this connection. When a vital one dies of an exception, the service must
+    def spawn(self, work: Coroutine[Any, Any, None], *, vital: bool = False) -> asyncio.Task[None]:
+        """Run ``work`` as a task of this session. When a vital one dies of an exception, the service must
         exit.
         """
         task = asyncio.get_running_loop().create_task(work)
@@ -456,36 +310,47 @@ class Connection:
         task.add_done_callback(done)
         return task
 
+    async def _watch(self) -> None:
+        await self._client.watch(self._up.is_set, lambda: self._closing)
+        await self._on_closed()
+
+    async def _on_error(self, error: Exception) -> None:
+        if isinstance(error, nats_client.SlowConsumer):
+            if (subscription := self._subscriptions.get(error.sub)) is not None:
+                subscription.count_drop()
+            return
+        if (denied := nats_client.denied_subject(error)) is not None:
+            self._denied.add(denied)
+        level = log.warning if self._client.is_connected else log.debug
+        level("bus_error", error=repr(error))
+
+    async def _on_disconnected(self) -> None:
+        self._up.clear()
+        self._client.fail_requests()
+        if not self._closing:
+            log.warning("bus_disconnected", error=repr(self._client.last_error))
+
+    async def _on_reconnected(self) -> None:
+        self.reconnects += 1
+        types.RECONNECTS.inc()
+        self._up.set()
+        log.info("bus_reconnected", reconnects=self.reconnects)
+        for reader in tuple(self.readers):
+            reader.reconnected()
+
+    async def _on_closed(self) -> None:
+        self._up.clear()
+        if not self._closing and not self.closed.is_set():
+            log.error("bus_closed", error=repr(self._client.last_error))
+            self.closed.set()
+
     async def close(self) -> None:
         """End what reads, hand on what has arrived, send what is buffered, close; within a time limit."""
-        await _bounded(*(reader.close() for reader in tuple(self._readers)))
+        await within(CLOSE_TIMEOUT_S, *(reader.close() for reader in tuple(self.readers)))
         self._closing = True
-        if self._client.is_connected:
-            await _bounded(*(subscription._inner.drain() for subscription in self._subscriptions.values()))
-            await _bounded(self._barrier())
-        await _bounded(self._client.close(), timeout_s=1.0)
+        if self.connected:
+            await within(CLOSE_TIMEOUT_S, *(each.drain() for each in self._subscriptions.values()))
+            await within(CLOSE_TIMEOUT_S, self.barrier())
+        await within(1.0, self._client.close())
         self._client.abort()
         await stop(*self._tasks)
-
-
-async def stop(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel ``tasks`` and wait for them; again where the library swallowed it, but not for ever."""
-    for _ in range(10):
-        waiting = [task for task in tasks if not task.done() and task is not asyncio.current_task()]
-        if not waiting:
-            return
-        for task in waiting:
-            task.cancel()
-        await asyncio.wait(waiting, timeout=0.5)
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-async def _bounded(*works: Awaitable[None], timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-    """Await ``works`` at once, for at most ``timeout_s``; what fails on the way out is of no interest."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await asyncio.gather(*works, return_exceptions=True)

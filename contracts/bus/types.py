@@ -3,12 +3,9 @@ visible."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import prometheus_client
-
-if TYPE_CHECKING:
-    from contracts.bus.session import Connection
 
 RECONNECTS = prometheus_client.Counter("headrace_bus_reconnects", "Connections to NATS that were made anew")
 DEAD_LOOPS = prometheus_client.Counter(
@@ -91,27 +88,33 @@ _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 INBOX = "_INBOX."
 
 
-class Incoming:
-    """One received message. nats-py builds it itself, so that reception costs no second object."""
+class Sender(Protocol):
+    """What a message answers and acknowledges through: the session that received it."""
 
-    __slots__ = ("_client", "_place", "data", "headers", "reply", "sid", "subject")
+    async def publish(self, subject: str, data: bytes) -> None: ...
+
+    async def confirm_ack(self, reply: str) -> bool: ...
+
+
+class Incoming:
+    """One received message. The client library builds it itself, so that reception costs no second object."""
+
+    __slots__ = ("_place", "_sender", "data", "headers", "reply", "subject")
 
     def __init__(
         self,
-        subject: str = "",
-        reply: str = "",
-        data: bytes = b"",
-        headers: dict[str, str] | None = None,
-        _client: Any = None,
-        _sid: int = 0,
+        subject: str,
+        reply: str,
+        data: bytes,
+        headers: Mapping[str, str] | None,
+        sender: Sender,
         place: tuple[int, int, int] | None = None,
     ) -> None:
         self.subject = subject
         self.reply = reply
         self.data = data
-        self.headers: Mapping[str, str] = _NO_HEADERS if headers is None else headers
-        self.sid = _sid
-        self._client = _client
+        self.headers = _NO_HEADERS if headers is None else headers
+        self._sender = sender
         self._place = place
 
     @property
@@ -143,9 +146,8 @@ class Incoming:
 
     async def respond(self, data: bytes) -> None:
         """Answer the asker; to inboxes only, else a reply subject could make us publish anywhere."""
-        connection: Connection = self._client.owner
         if self.reply.startswith(INBOX):
-            await connection.publish(self.reply, data)
+            await self._sender.publish(self.reply, data)
         elif self.reply:
             REPLIES_REFUSED.inc()
 
@@ -154,8 +156,7 @@ class Incoming:
 
         An ack is no fence: it also settles what another holder works on after a redelivery.
         """
-        connection: Connection = self._client.owner
-        return await connection.confirm_ack(self.reply)
+        return await self._sender.confirm_ack(self.reply)
 
 
 def _ack_tokens(reply: str) -> list[str] | None:

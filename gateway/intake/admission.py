@@ -198,7 +198,7 @@ class Admission:
             left_s = (envelope.publish_by_ms - _now_ms()) / 1000
             if left_s <= 0:
                 raise Unconfirmed("the reservation expired before the request was stored")
-            await self._bus.store(
+            await self._bus.jetstream.store(
                 subjects.request(envelope.model, envelope.tenant),
                 _envelope_codec.encode(envelope),
                 msg_id=envelope.request_id,
@@ -250,7 +250,7 @@ class Admission:
         """A large body goes to the object store, and its name travels (claim check)."""
         if len(body) <= self._claim_check_bytes:
             return msgspec.structs.replace(envelope, body=msgspec.Raw(body))
-        await self._bus.object_put(topology.BODIES, envelope.request_id, body)
+        await self._bus.objects.put(topology.BODIES, envelope.request_id, body)
         return msgspec.structs.replace(envelope, body_object=envelope.request_id)
 
 

@@ -54,8 +54,8 @@ class Directory:
 
     async def start(self, bus: Bus) -> None:
         """Returns when the present state is known."""
-        self._watches.append(await bus.kv_watch(topology.TENANTS, self._on_tenant))
-        self._watches.append(await bus.kv_watch(topology.KEYS, self._on_key))
+        self._watches.append(await bus.kv.watch(topology.TENANTS, self._on_tenant))
+        self._watches.append(await bus.kv.watch(topology.KEYS, self._on_key))
 
     async def close(self) -> None:
         for watch in self._watches:

@@ -29,7 +29,7 @@ class Catalog:
 
     async def start(self, bus: Bus) -> None:
         """Returns when the present state is known."""
-        self._watch = await bus.kv_watch(topology.MODELS, self._on_manifest)
+        self._watch = await bus.kv.watch(topology.MODELS, self._on_manifest)
 
     async def close(self) -> None:
         if self._watch is not None:

@@ -131,7 +131,7 @@ async def through_the_bus(sample: list[AttemptEvent], nats_url: str, directory: 
     await topology.ensure(bus)
 
     async def store(event: AttemptEvent) -> None:
-        await bus.store(
+        await bus.jetstream.store(
             subject(event), msgspec.json.encode(event), msg_id=f"{event.request_id}.1", expect_last=0, timeout_s=30
         )
 

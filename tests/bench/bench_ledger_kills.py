@@ -101,10 +101,10 @@ async def publish(bus: Bus, stream: list[AttemptEvent]) -> None:
     for number, each in enumerate(stream):
         await bus.publish(subject(each), msgspec.json.encode(each))
         if number % 500 == 499:
-            await bus.api(f"STREAM.INFO.{topology.ATTEMPTS}")  # no faster than the server stores
+            await bus.jetstream.api(f"STREAM.INFO.{topology.ATTEMPTS}")  # no faster than the server stores
 
     async def stored() -> bool:
-        state = (await bus.api(f"STREAM.INFO.{topology.ATTEMPTS}"))["state"]
+        state = (await bus.jetstream.api(f"STREAM.INFO.{topology.ATTEMPTS}"))["state"]
         return bool(state["messages"] == len(stream))
 
     async with asyncio.timeout(60):

@@ -329,7 +329,9 @@ async def test_what_cannot_be_sent_is_refused_at_once(service: Service, client: 
         await client.chat_once(model="m" * 200, messages=MESSAGES)
     assert caught.value.code == "model_not_found"
     with pytest.raises(HeadraceError) as caught:
-        await client.chat_once(model=MODEL, messages=[{"role": "user", "content": "x" * service.bus.max_payload}])
+        await client.chat_once(
+            model=MODEL, messages=[{"role": "user", "content": "x" * service.bus.session.max_payload}]
+        )
     assert caught.value.code == "request_too_large"
     with pytest.raises(TypeError):
         client.chat(model=MODEL, messages=[{"content": object()}])
@@ -462,7 +464,7 @@ async def test_a_restart_of_the_bus_leaves_no_hole(service: Service, client: Cli
     iterator = aiter(client.chat(model=MODEL, messages=MESSAGES))
     seen = [(await anext(iterator)).text]
     nats.restart()
-    await until(lambda: service.bus.reconnects and client.bus.reconnects)
+    await until(lambda: service.bus.session.reconnects and client.bus.session.reconnects)
     await service.send("r1", make_frames("b", "c", "d")[1:], lose=(2, 3))
     seen += [chunk.text async for chunk in iterator]
     assert seen == ["a", "b", "c", "d"]

@@ -19,8 +19,8 @@ async def test_a_subscription_is_live_when_subscribe_returns(connect: Connect) -
     for number in range(300):
         subscription = await listener.subscribe(f"first.{number}", lambda message: got.append(message.data))
         await speaker.publish(f"first.{number}", b"%d" % number)
-        await speaker._barrier()
-        await listener._barrier()
+        await speaker.session.barrier()
+        await listener.session.barrier()
         await subscription.close()
     assert got == [b"%d" % number for number in range(300)]
 
@@ -43,11 +43,11 @@ async def test_a_late_pong_does_not_leave_the_connection_deaf(connect: Connect) 
     got: list[bytes] = []
     await bus.subscribe("a", lambda message: got.append(message.data))
     revived = metric("headrace_bus_dead_loops_total")
-    while not bus._client._reading_task.done():
+    while not bus.session._client._reading_task.done():
         with contextlib.suppress(Exception):
-            await bus._client.flush(timeout=1e-6)
+            await bus.session._client.flush(timeout=1e-6)
     assert bus.connected
-    await until(lambda: bus.reconnects == 1)
+    await until(lambda: bus.session.reconnects == 1)
     assert metric("headrace_bus_dead_loops_total") == revived + 1
     await bus.publish("a", b"heard")
     await until(lambda: got == [b"heard"])
@@ -61,7 +61,7 @@ async def test_a_malformed_message_of_a_stranger_does_not_leave_the_connection_d
     await bus.subscribe("a", lambda message: got.append(message.data))
     with socket.create_connection(("127.0.0.1", nats.port)) as stranger:
         stranger.sendall(b'CONNECT {"headers":true,"verbose":false}\r\nHPUB a 8 8\r\nNATS/1.0\r\nPING\r\n')
-        await until(lambda: bus.reconnects == 1)
+        await until(lambda: bus.session.reconnects == 1)
     await bus.publish("a", b"heard")
     await until(lambda: got == [b"heard"])
 
@@ -69,10 +69,10 @@ async def test_a_malformed_message_of_a_stranger_does_not_leave_the_connection_d
 async def test_a_reconnect_that_died_is_started_again(nats: NatsServer, connect: Connect) -> None:
     bus = await connect()
     nats.stop()
-    await until(lambda: bus._client.is_reconnecting)
-    bus._client._reconnection_task.cancel()
+    await until(lambda: bus.session._client.is_reconnecting)
+    bus.session._client._reconnection_task.cancel()
     nats.start()
-    await until(lambda: bus.reconnects == 1)
+    await until(lambda: bus.session.reconnects == 1)
     assert bus.connected
 
 
@@ -85,7 +85,7 @@ async def test_a_clogged_link_is_given_up(link: Link, connect: Connect, monkeypa
     for _ in range(12):
         with contextlib.suppress(Unavailable):
             await bus.publish("a", bytes(1_000_000))
-    await until(lambda: bus.reconnects == 1)
+    await until(lambda: bus.session.reconnects == 1)
     got: list[bytes] = []
     await bus.subscribe("b", lambda message: got.append(message.data))
     await bus.publish("b", b"through")
@@ -95,16 +95,16 @@ async def test_a_clogged_link_is_given_up(link: Link, connect: Connect, monkeypa
 @pytest.mark.parametrize("send", ["publish", "request", "store"])
 async def test_a_message_over_the_limit_with_its_headers_is_refused(bus: Bus, send: str) -> None:
     """The client counts the payload only; the server then closes the connection for good."""
-    data = bytes(bus.max_payload - 10)
+    data = bytes(bus.session.max_payload - 10)
     sending = {
         "publish": lambda: bus.publish("a", data, headers={"Some-Header": "x" * 100}),
-        "request": lambda: bus.request("a", bytes(bus.max_payload + 1)),
-        "store": lambda: bus.store("attempt.v1.m.r.1", data, msg_id="r.1"),
+        "request": lambda: bus.request("a", bytes(bus.session.max_payload + 1)),
+        "store": lambda: bus.jetstream.store("attempt.v1.m.r.1", data, msg_id="r.1"),
     }
     with pytest.raises(TooLarge):
         await sending[send]()
-    await bus._barrier()
-    assert bus.connected and bus.reconnects == 0
+    await bus.session.barrier()
+    assert bus.connected and bus.session.reconnects == 0
 
 
 async def test_the_size_limit_is_the_servers_to_the_byte(connect: Connect) -> None:
@@ -112,14 +112,14 @@ async def test_the_size_limit_is_the_servers_to_the_byte(connect: Connect) -> No
     got: list[int] = []
     await bus.subscribe("a", lambda message: got.append(len(message.data)))
     overhead = len(b"NATS/1.0\r\nK: v\xc3\xa9\r\n\r\n")
-    await bus.publish("a", bytes(bus.max_payload - overhead), headers={"K": "vé"})
+    await bus.publish("a", bytes(bus.session.max_payload - overhead), headers={"K": "vé"})
     with pytest.raises(TooLarge):
-        await bus.publish("a", bytes(bus.max_payload - overhead + 1), headers={"K": "vé"})
-    await bus.publish("a", bytes(bus.max_payload))
+        await bus.publish("a", bytes(bus.session.max_payload - overhead + 1), headers={"K": "vé"})
+    await bus.publish("a", bytes(bus.session.max_payload))
     with pytest.raises(TooLarge):
-        await bus.publish("a", bytes(bus.max_payload + 1))
+        await bus.publish("a", bytes(bus.session.max_payload + 1))
     await until(lambda: len(got) == 2)
-    assert bus.reconnects == 0
+    assert bus.session.reconnects == 0
 
 
 async def test_a_subject_over_the_servers_limit_is_refused(connect: Connect) -> None:
@@ -129,8 +129,8 @@ async def test_a_subject_over_the_servers_limit_is_refused(connect: Connect) -> 
     with pytest.raises(TooLarge):
         await bus.subscribe("a." * 2000 + "a", lambda message: None)
     await bus.publish("a." * 1000 + "a", b"")
-    await bus._barrier()
-    assert bus.reconnects == 0
+    await bus.session.barrier()
+    assert bus.session.reconnects == 0
 
 
 @pytest.mark.parametrize("error", [RuntimeError("bad"), asyncio.CancelledError()])
@@ -155,26 +155,7 @@ async def test_a_raising_handler_costs_one_message(connect: Connect, error: Base
         await bus.publish("a", data)
     await until(lambda: got == [b"1", b"2"])
     assert metric("headrace_bus_handler_errors_total") == failed + 1
-    assert bus.reconnects == 0
-
-
-async def test_a_raising_reconnect_callback_stops_nothing(nats: NatsServer, connect: Connect) -> None:
-    """A raising disconnect callback stopped the library's reconnection for ever."""
-    bus = await connect()
-    called: list[int] = []
-
-    async def bad() -> None:
-        raise RuntimeError("bad")
-
-    async def good() -> None:
-        called.append(bus.reconnects)
-
-    bus.on_reconnect(bad)
-    bus.on_reconnect(good)
-    nats.restart()
-    await until(lambda: called == [1])
-    nats.restart()
-    await until(lambda: called == [1, 2])
+    assert bus.session.reconnects == 0
 
 
 async def test_awaited_handlers_keep_the_order_and_concurrent_ones_are_bounded(connect: Connect) -> None:
@@ -228,7 +209,7 @@ async def test_a_slow_consumer_is_counted_and_the_connection_survives(connect: C
     await until(lambda: got == 30 - subscription.dropped)
     await speaker.publish("a", b"")
     await until(lambda: got == 31 - subscription.dropped)
-    assert bus.reconnects == 0 and bus.connected
+    assert bus.session.reconnects == 0 and bus.connected
 
 
 async def test_requests_end_in_an_answer_or_unavailable(nats: NatsServer, connect: Connect) -> None:
@@ -259,10 +240,10 @@ async def test_a_reply_subject_cannot_make_us_publish_anywhere(bus: Bus) -> None
         await message.respond(b"{}")
 
     await bus.subscribe("echo", answer)
-    await bus._client.publish("echo", b"", reply="attempt.v1.m.forged.1")
+    await bus.session._client.publish("echo", b"", reply="attempt.v1.m.forged.1")
     await until(lambda: metric("headrace_bus_replies_refused_total") == refused + 1)
-    await bus._barrier()
-    assert await bus.last("ATTEMPTS", "attempt.v1.m.forged.1") is None
+    await bus.session.barrier()
+    assert await bus.jetstream.last("ATTEMPTS", "attempt.v1.m.forged.1") is None
 
 
 async def test_subscriptions_go_on_after_a_restart_of_the_server(nats: NatsServer, connect: Connect) -> None:
@@ -271,9 +252,9 @@ async def test_subscriptions_go_on_after_a_restart_of_the_server(nats: NatsServe
     got: list[bytes] = []
     await bus.subscribe("a", lambda message: got.append(message.data))
     nats.restart()
-    await until(lambda: bus.reconnects == 1 and speaker.reconnects == 1)
+    await until(lambda: bus.session.reconnects == 1 and speaker.session.reconnects == 1)
     assert metric("headrace_bus_reconnects_total") == reconnects + 2
-    await bus._barrier()
+    await bus.session.barrier()
     await speaker.publish("a", b"again")
     await until(lambda: got == [b"again"])
 
@@ -314,7 +295,7 @@ async def test_no_server_is_an_error_within_the_time_limit() -> None:
 async def test_being_refused_for_good_sets_closed(nats: NatsServer, connect: Connect) -> None:
     """Any protocol error closes the library's client for good; the service must then exit."""
     bus = await connect()
-    bus._client._transport.write(b"NONSENSE\r\n")
+    bus.session._client._transport.write(b"NONSENSE\r\n")
     await asyncio.wait_for(bus.closed.wait(), 5)
     with pytest.raises(Unavailable):
         await bus.publish("a", b"")
@@ -333,8 +314,8 @@ async def test_closing_ourselves_is_no_loss_and_hands_on_what_arrived(connect: C
     await bus.subscribe("a", slowly)
     for number in range(10):
         await speaker.publish("a", b"%d" % number)
-    await speaker._barrier()
-    await bus._barrier()
+    await speaker.session.barrier()
+    await bus.session.barrier()
     await bus.close()
     assert len(got) == 10
     assert not bus.closed.is_set()

@@ -243,7 +243,9 @@ async def test_a_reservation_that_lapsed_is_cancelled_and_503(world: World) -> N
 
 
 async def test_a_full_stream_is_529(world: World) -> None:
-    await world.bus.api("STREAM.UPDATE.REQUESTS", _shrunk(await world.bus.api("STREAM.INFO.REQUESTS")))
+    await world.bus.jetstream.api(
+        "STREAM.UPDATE.REQUESTS", _shrunk(await world.bus.jetstream.api("STREAM.INFO.REQUESTS"))
+    )
     assert (await world.post(BASE)).status_code == 200
     response = await world.post(BASE)
     assert (response.status_code, error_of(response)["code"]) == (529, "overloaded")
@@ -366,7 +368,7 @@ async def test_c32_revocation_holds_within_a_second_by_every_path(world: World) 
     await becomes(401, K2)
     await world.put_tenant(TenantRecord(name="T2", limits=TenantLimits(rpm=1)))
     await becomes(200, K2)
-    await world.bus.kv_delete(topology.KEYS, digest(K2))
+    await world.bus.kv.delete(topology.KEYS, digest(K2))
     await becomes(401, K2)
     # No negative cache: a key that was tried before it existed.
     await becomes(401, "hr_new")
@@ -513,4 +515,4 @@ async def test_c11_bodies_beyond_the_buss_limit_go_by_reference(nats_url: str, t
                 envelope = world.stored[-1]
                 assert envelope.body_object
                 assert (await world.body_of(envelope))["messages"][0]["content"] == text
-        assert world.bus.reconnects == 0
+        assert world.bus.session.reconnects == 0

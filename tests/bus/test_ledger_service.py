@@ -107,11 +107,11 @@ async def bus(nats_url: str) -> AsyncIterator[Bus]:
     bus = await Bus.connect(nats_url, name="test")
     await topology.ensure(bus)
     try:
-        await bus.api(f"CONSUMER.DELETE.{topology.ATTEMPTS}.ledger")
+        await bus.jetstream.api(f"CONSUMER.DELETE.{topology.ATTEMPTS}.ledger")
     except NotFound:
         pass
     for stream in (topology.ATTEMPTS, topology.DEAD_LETTERS, f"KV_{topology.BUDGETS}", f"KV_{topology.PRICES}"):
-        await bus.api(f"STREAM.PURGE.{stream}")
+        await bus.jetstream.api(f"STREAM.PURGE.{stream}")
     yield bus
     await bus.close()
 
@@ -168,7 +168,7 @@ async def store(bus: Bus, events: list[AttemptEvent]) -> None:
     async def one(of: AttemptEvent) -> None:
         subject = subjects.attempt(of.model, of.request_id, of.attempt)
         msg_id = f"{of.request_id}.{of.attempt}"
-        await bus.store(subject, msgspec.json.encode(of), msg_id=msg_id, expect_last=0, timeout_s=30)
+        await bus.jetstream.store(subject, msgspec.json.encode(of), msg_id=msg_id, expect_last=0, timeout_s=30)
 
     for start in range(0, len(events), 50):
         await asyncio.gather(*(one(of) for of in events[start : start + 50]))
@@ -218,7 +218,7 @@ async def test_events_become_usage_and_budgets(bus: Bus, ledger: Ledger) -> None
     assert mine.rows[0].prompt_tokens == sum(of.prompt_tokens for of in events if of.tenant == "tenant 1")
 
     async def budgets_are_right() -> bool:
-        entries = await bus.kv_all(topology.BUDGETS)
+        entries = await bus.kv.all(topology.BUDGETS)
         found = {subjects.decode(key): msgspec.json.decode(entry.value, type=Budget) for key, entry in entries.items()}
         wanted: dict[str, int] = {}
         for of in events:
@@ -245,22 +245,24 @@ async def test_bad_events_are_set_aside_and_block_nothing(bus: Bus, ledger: Ledg
     ]
     bad += [text.replace(b'"tenant":', b'"tenants":'), b"\xff\xfe not JSON", b""]
     for number, data in enumerate(bad):
-        await bus.store(subjects.attempt("m", f"bad-{number}", 1), data, msg_id=f"bad-{number}-{good.request_id}")
+        await bus.jetstream.store(
+            subjects.attempt("m", f"bad-{number}", 1), data, msg_id=f"bad-{number}-{good.request_id}"
+        )
     await store(bus, [good, *(event() for _ in range(9))])
     await arrived(bus, 10)
 
     async def set_aside() -> bool:
-        return len([0 async for _ in bus.read(topology.DEAD_LETTERS, "dead.>")]) == len(bad)
+        return len([0 async for _ in bus.jetstream.read(topology.DEAD_LETTERS, "dead.>")]) == len(bad)
 
     await until(set_aside, "dead letters")
     letters = [
         msgspec.json.decode(message.data, type=DeadLetter)
-        async for message in bus.read(topology.DEAD_LETTERS, "dead.>")
+        async for message in bus.jetstream.read(topology.DEAD_LETTERS, "dead.>")
     ]
     assert all(letter.reason for letter in letters)
     assert [letter.original_base64 for letter in letters if letter.original is None] == ["//4gbm90IEpTT04="]
     assert await ledger.metric("headrace_ledger_dead_letters_total") == len(bad)
-    consumer = await bus.api(f"CONSUMER.INFO.{topology.ATTEMPTS}.ledger")
+    consumer = await bus.jetstream.api(f"CONSUMER.INFO.{topology.ATTEMPTS}.ledger")
     assert consumer["num_ack_pending"] == consumer["num_pending"] == 0
 
 
@@ -288,7 +290,7 @@ async def test_a_rebuild_from_the_stream_gives_the_same_totals(
     before = await ask(bus, by=["tenant", "key", "model", "version", "day", "hour"])
     for directory in ("chdb", "empty"):
         assert ledger.send(signal.SIGTERM) == 0
-        await bus.api(f"CONSUMER.DELETE.{topology.ATTEMPTS}.ledger")
+        await bus.jetstream.api(f"CONSUMER.DELETE.{topology.ATTEMPTS}.ledger")
         ledger = Ledger(nats_url, f"chdb://{tmp_path}/{directory}")
         started(ledger)
         await arrived(bus, 100)
@@ -299,7 +301,7 @@ async def test_a_rebuild_from_the_stream_gives_the_same_totals(
 async def ledger_has_read_everything(bus: Bus) -> bool:
     async def settled() -> bool:
         try:
-            consumer = await bus.api(f"CONSUMER.INFO.{topology.ATTEMPTS}.ledger")
+            consumer = await bus.jetstream.api(f"CONSUMER.INFO.{topology.ATTEMPTS}.ledger")
         except NotFound:
             return False
         return bool(consumer["ack_floor"]["stream_seq"] >= 100 and consumer["num_ack_pending"] == 0)
@@ -353,7 +355,7 @@ async def test_while_clickhouse_is_away_events_wait_and_the_ledger_lives(
         assert (await ledger.get("/health/live"))[0] == 200
         assert "hunter2" not in (await ledger.get("/health/ready"))[1]
     assert (await ask(bus)).code == "unavailable"
-    consumer = await bus.api(f"CONSUMER.INFO.{topology.ATTEMPTS}.ledger")
+    consumer = await bus.jetstream.api(f"CONSUMER.INFO.{topology.ATTEMPTS}.ledger")
     assert consumer["ack_floor"]["stream_seq"] == 100
 
     clickhouse.start()
@@ -379,7 +381,7 @@ async def test_what_is_stored_and_old_is_purged_and_nothing_else(bus: Bus, ledge
     assert await retention.purge(bus, "ledger", time.time()) == 0
     assert await retention.purge(bus, "ledger", time.time() + 2 * retention.KEEP_S) == 20
     assert await retention.purge(bus, "ledger", time.time() + 2 * retention.KEEP_S) == 0
-    assert (await bus.api(f"STREAM.INFO.{topology.ATTEMPTS}"))["state"]["messages"] == 5
+    assert (await bus.jetstream.api(f"STREAM.INFO.{topology.ATTEMPTS}"))["state"]["messages"] == 5
 
 
 async def answer(bus: Bus, subject: str, query: Message, kind: type[A]) -> A:
@@ -432,13 +434,13 @@ async def test_a_price_in_the_bucket_holds_at_once(bus: Bus, ledger: Ledger) -> 
         model="m", tier="batch", valid_from="2026-01-01", currency="EUR", input=3, cached_input=1, output=5, reasoning=5
     )
     for change, amount in (({}, "0.000000000035"), ({"input": 1_000_000}, "0.000010000005")):
-        await bus.kv_put(topology.PRICES, key, msgspec.json.encode(msgspec.structs.replace(price, **change)))
+        await bus.kv.put(topology.PRICES, key, msgspec.json.encode(msgspec.structs.replace(price, **change)))
         await until(lambda amount=amount: costs(amount, "EUR"), "the price")  # type: ignore[misc]
-    await bus.kv_put(topology.PRICES, f"{key}x", b"not a price")
+    await bus.kv.put(topology.PRICES, f"{key}x", b"not a price")
     assert ledger.send(signal.SIGTERM) == 0
     ledger.start()
     await until(lambda: costs("0.000010000005", "EUR"), "the price after a restart")
-    await bus.kv_delete(topology.PRICES, key)
+    await bus.kv.delete(topology.PRICES, key)
     await until(lambda: costs("0", ""), "no price")
 
 

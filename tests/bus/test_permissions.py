@@ -149,8 +149,8 @@ async def test_a_user_publishes_what_is_its_own_and_nothing_else(operator: Bus, 
     await operator.subscribe(">", note)
     for subject in SUBJECTS.values():
         await bus.publish(subject, b"probe")
-    await bus._barrier()
-    await operator._barrier()
+    await bus.session.barrier()
+    await operator.session.barrier()
     got = {name for name, subject in SUBJECTS.items() if subject in arrived}
     assert got == MAY_PUBLISH[user] | {f"inbox of {user}"}
 
@@ -188,7 +188,7 @@ async def test_a_service_answers_whoever_asked_it_and_once(operator: Bus, connec
     tenant = await connect_as("t.T1")
     for asker in (gateway, tenant):
         assert await asker.request(subjects.frames("w-1", "T1"), b"") == b"one"
-    await worker._barrier()
+    await worker.session.barrier()
     assert stolen == []
 
 
@@ -204,11 +204,13 @@ async def test_a_tenants_name_is_no_pattern(operator: Bus, connect_as: As) -> No
 
 async def test_nothing_of_jetstream_is_a_tenants(operator: Bus, connect_as: As) -> None:
     bus = await connect_as("t.T1")
-    await operator.kv_put(topology.KEYS, "k", b"v")
+    await operator.kv.put(topology.KEYS, "k", b"v")
     for call in (
-        bus.api("STREAM.INFO.REQUESTS", timeout_s=0.3),
-        bus.api("STREAM.NAMES", timeout_s=0.3),
-        bus.api("CONSUMER.CREATE.KV_keys.x", {"stream_name": "KV_keys", "config": {"name": "x"}}, timeout_s=0.3),
+        bus.jetstream.api("STREAM.INFO.REQUESTS", timeout_s=0.3),
+        bus.jetstream.api("STREAM.NAMES", timeout_s=0.3),
+        bus.jetstream.api(
+            "CONSUMER.CREATE.KV_keys.x", {"stream_name": "KV_keys", "config": {"name": "x"}}, timeout_s=0.3
+        ),
     ):
         with pytest.raises(BusError):
             await call
@@ -237,5 +239,5 @@ async def test_a_new_tenants_user_comes_without_a_restart(
             except BusError:
                 await asyncio.sleep(0.05)
     await newcomer.close()
-    await gateway._barrier()
-    assert gateway.reconnects == operator.reconnects == 0
+    await gateway.session.barrier()
+    assert gateway.session.reconnects == operator.session.reconnects == 0

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from contracts import topology
-from contracts.bus import Bus, Incoming, NotFound
-from contracts.bus.pull import PULL_EXPIRES_S, Puller, consumer_name
+from contracts.bus import BatchConsumer, Bus, Incoming, NotFound, PullConsumer
+from contracts.bus.pull import PULL_EXPIRES_S, consumer_name
 from tests.support.bus import Connect
 from tests.support.nats_server import NatsServer
 from tests.support.polling import until
@@ -19,7 +19,7 @@ SUBJECT = "work.v1.m.v.w1"
 
 async def publish(bus: Bus, *numbers: int) -> None:
     for number in numbers:
-        await bus.store(SUBJECT, b"%d" % number, msg_id=f"{time.time_ns()}-{number}", timeout_s=20)
+        await bus.jetstream.store(SUBJECT, b"%d" % number, msg_id=f"{time.time_ns()}-{number}", timeout_s=20)
 
 
 class Worker:
@@ -39,13 +39,14 @@ class Worker:
         self.running.append(message)
         self.most = max(self.most, len(self.running))
 
-    async def finish(self, puller: Puller) -> None:
+    async def finish(self, puller: PullConsumer) -> None:
         assert await self.running[0].ack()
         self.running.pop(0)
-        puller.poke()
+        puller.notify()
 
-    async def start(self, bus: Bus, *, recreate: bool = False, ack_wait_s: float = 60) -> Puller:
-        return await bus.pull(
+    async def start(self, bus: Bus, *, recreate: bool = False, ack_wait_s: float = 60) -> PullConsumer:
+        return await PullConsumer(
+            bus.jetstream,
             topology.WORK,
             "w-1",
             SUBJECT,
@@ -53,11 +54,11 @@ class Worker:
             ack_wait_s=ack_wait_s,
             credit=self.credit,
             recreate=recreate,
-        )
+        ).start()
 
 
 async def waiting_pulls(bus: Bus) -> int:
-    return int((await bus.api(f"CONSUMER.INFO.{topology.WORK}.w-1"))["num_waiting"])
+    return int((await bus.jetstream.api(f"CONSUMER.INFO.{topology.WORK}.w-1"))["num_waiting"])
 
 
 async def settled(condition: Callable[[], object]) -> None:
@@ -73,14 +74,14 @@ async def test_never_asks_for_more_than_there_is_credit(bus: Bus) -> None:
     puller = await worker.start(bus)
     await settled(lambda: worker.taken == [0, 1, 2])
     worker.slots = 5
-    puller.poke()
+    puller.notify()
     await settled(lambda: worker.taken == [0, 1, 2, 3, 4])
     while len(worker.taken) < 10 or worker.running:
         await worker.finish(puller)
         await asyncio.sleep(0.01)
     assert worker.taken == list(range(10))
     assert worker.most == 5
-    assert [m async for m in bus.read(topology.WORK, ">")] == []
+    assert [m async for m in bus.jetstream.read(topology.WORK, ">")] == []
 
 
 async def test_credit_holds_over_many_expiries_and_small_pulls(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +91,7 @@ async def test_credit_holds_over_many_expiries_and_small_pulls(bus: Bus, monkeyp
     puller = await worker.start(bus)
     for slots in range(1, 9):
         worker.slots = slots
-        puller.poke()
+        puller.notify()
         await asyncio.sleep(0.07)
     await publish(bus, *range(5))
     await settled(lambda: worker.taken == list(range(5)))
@@ -116,7 +117,7 @@ async def test_an_awaited_handler_counts_as_in_hand(bus: Bus) -> None:
         running -= 1
         done.append(int(message.data))
 
-    await bus.pull(topology.WORK, "w-1", SUBJECT, work, ack_wait_s=60, credit=lambda: 2)
+    await PullConsumer(bus.jetstream, topology.WORK, "w-1", SUBJECT, work, ack_wait_s=60, credit=lambda: 2).start()
     await until(lambda: done == list(range(6)))
     assert most == 1
 
@@ -137,9 +138,11 @@ async def test_a_raising_handler_or_credit_stops_nothing(bus: Bus) -> None:
             raise RuntimeError("bad")
         return 10
 
-    puller = await bus.pull(topology.WORK, "w-1", SUBJECT, bad_handler, ack_wait_s=60, credit=bad_credit)
+    puller = await PullConsumer(
+        bus.jetstream, topology.WORK, "w-1", SUBJECT, bad_handler, ack_wait_s=60, credit=bad_credit
+    ).start()
     await publish(bus, 0, 1, 2)
-    puller.poke()
+    puller.notify()
     await until(lambda: taken == [0, 2])
 
 
@@ -172,7 +175,7 @@ async def test_a_message_sent_into_a_cut_comes_again_after_the_reconnect(bus: Bu
     await publish(bus, 0)
     await until(lambda: b"0" in lost)
     puller._subscription._inner._cb = receive
-    await taking._client.force_reconnect()
+    await taking.session._client.force_reconnect()
     await until(lambda: worker.taken == [0])
 
 
@@ -187,7 +190,9 @@ async def test_everything_is_taken_through_kills(nats: NatsServer, bus: Bus, con
         done.add(int(message.data))
         await message.ack()
 
-    await bus.pull(topology.WORK, "w-1", SUBJECT, work, ack_wait_s=3600, credit=lambda: 8, recreate=True)
+    await PullConsumer(
+        bus.jetstream, topology.WORK, "w-1", SUBJECT, work, ack_wait_s=3600, credit=lambda: 8, recreate=True
+    ).start()
     writing = asyncio.create_task(publish(writer, *range(200)))
     for _ in range(3):
         await asyncio.sleep(0.1)
@@ -202,7 +207,7 @@ async def test_a_consumer_deleted_under_a_pull_is_made_anew_at_once(bus: Bus) ->
     await worker.start(bus)
     await publish(bus, 0)
     await until(lambda: worker.taken == [0])
-    await bus.api(f"CONSUMER.DELETE.{topology.WORK}.w-1")
+    await bus.jetstream.api(f"CONSUMER.DELETE.{topology.WORK}.w-1")
     began = time.monotonic()
     await publish(bus, 1)
     # Unacknowledged messages come again from a new consumer; the dying one may still give the second.
@@ -213,10 +218,10 @@ async def test_a_consumer_deleted_under_a_pull_is_made_anew_at_once(bus: Bus) ->
 async def test_a_missing_consumer_shows_at_the_next_pull(bus: Bus) -> None:
     worker = Worker(0)
     puller = await worker.start(bus)
-    await bus.api(f"CONSUMER.DELETE.{topology.WORK}.w-1")
+    await bus.jetstream.api(f"CONSUMER.DELETE.{topology.WORK}.w-1")
     await publish(bus, 0)
     worker.slots = 1
-    puller.poke()
+    puller.notify()
     await until(lambda: worker.taken == [0])
 
 
@@ -240,7 +245,7 @@ async def test_an_ack_of_an_old_delivery_settles_after_the_consumer_was_made_ane
     await second.start(bus, recreate=True)
     await until(lambda: second.taken == [0])
     assert await first.running[0].ack()
-    assert [m async for m in bus.read(topology.WORK, ">")] == []
+    assert [m async for m in bus.jetstream.read(topology.WORK, ">")] == []
 
 
 async def test_closing_withdraws_what_was_asked_for(bus: Bus) -> None:
@@ -263,7 +268,7 @@ async def test_a_wiped_store_is_waited_for(nats: NatsServer, bus: Bus) -> None:
     await publish(bus, 0)
     await until(lambda: worker.taken == [0])
     nats.wipe()
-    await until(lambda: bus.reconnects == 1)
+    await until(lambda: bus.session.reconnects == 1)
     await asyncio.sleep(0.3)
     await topology.ensure(bus)
     await publish(bus, 1)
@@ -279,10 +284,17 @@ async def test_without_the_stream_the_first_start_says_so(connect: Connect) -> N
 
 
 async def test_an_unused_consumer_goes_and_a_used_one_stays(bus: Bus) -> None:
-    puller = await bus.pull(
-        topology.WORK, "w-1", SUBJECT, lambda message: None, ack_wait_s=60, credit=lambda: 1, inactive_s=3
-    )
-    info = await bus.api(f"CONSUMER.INFO.{topology.WORK}.w-1")
+    puller = await PullConsumer(
+        bus.jetstream,
+        topology.WORK,
+        "w-1",
+        SUBJECT,
+        lambda message: None,
+        ack_wait_s=60,
+        credit=lambda: 1,
+        inactive_s=3,
+    ).start()
+    info = await bus.jetstream.api(f"CONSUMER.INFO.{topology.WORK}.w-1")
     assert info["config"]["inactive_threshold"] == 3_000_000_000
     assert info["config"]["max_ack_pending"] == -1
     await puller.close()
@@ -307,7 +319,9 @@ async def test_batches_are_gathered_by_number_and_by_time(bus: Bus) -> None:
         assert all(await asyncio.gather(*(message.ack() for message in messages)))
 
     await publish(bus, *range(7))
-    await bus.consume_batches(topology.WORK, "ledger", "work.v1.>", write, batch=5, max_wait_s=0.2, ack_wait_s=10)
+    await BatchConsumer(
+        bus.jetstream, topology.WORK, "ledger", "work.v1.>", write, batch=5, max_wait_s=0.2, ack_wait_s=10
+    ).start()
     await until(lambda: batches == [[0, 1, 2, 3, 4], [5, 6]])
     await publish(bus, 7)
     await until(lambda: batches[2:] == [[7]])
@@ -325,10 +339,12 @@ async def test_a_batch_that_failed_comes_again_and_nothing_is_asked_for_meanwhil
         acked += sum(await asyncio.gather(*(message.ack() for message in messages)))
 
     await publish(bus, 0, 1)
-    await bus.consume_batches(topology.WORK, "ledger", "work.v1.>", write, batch=2, max_wait_s=0.1, ack_wait_s=1)
+    await BatchConsumer(
+        bus.jetstream, topology.WORK, "ledger", "work.v1.>", write, batch=2, max_wait_s=0.1, ack_wait_s=1
+    ).start()
     await until(lambda: acked >= 2)
     assert sizes[0] == 2
-    assert [m async for m in bus.read(topology.WORK, ">")] == []
+    assert [m async for m in bus.jetstream.read(topology.WORK, ">")] == []
 
 
 async def test_batches_go_on_after_a_restart_and_end_with_the_connection(
@@ -344,7 +360,9 @@ async def test_batches_go_on_after_a_restart_and_end_with_the_connection(
         acked = await asyncio.gather(*(message.ack() for message in messages))
         written.update(int(m.data) for m, ok in zip(messages, acked, strict=True) if ok)
 
-    await closing.consume_batches(topology.WORK, "ledger", "work.v1.>", write, batch=10, max_wait_s=0.05, ack_wait_s=2)
+    await BatchConsumer(
+        closing.jetstream, topology.WORK, "ledger", "work.v1.>", write, batch=10, max_wait_s=0.05, ack_wait_s=2
+    ).start()
     await publish(bus, 0)
     await until(lambda: written == {0})
     nats.restart()

@@ -62,7 +62,7 @@ async def ask(bus: Bus, subject: str, question: msgspec.Struct, timeout_s: float
 
 
 async def is_empty(bus: Bus, stream: str) -> bool:
-    return not (await bus.api(f"STREAM.INFO.{stream}"))["state"]["messages"]
+    return not (await bus.jetstream.api(f"STREAM.INFO.{stream}"))["state"]["messages"]
 
 
 async def admit(bus: Bus) -> tuple[str, AdmissionAnswer]:
@@ -81,8 +81,8 @@ async def admit(bus: Bus) -> tuple[str, AdmissionAnswer]:
 
 async def test_what_nobody_can_read_is_dropped_and_blocks_nothing(bus: Bus, start: Start, tmp_path: Path) -> None:
     await registry.put_manifest(bus, MANIFEST)
-    await bus.store(subjects.request(MODEL, TENANT), b"not JSON", msg_id="a")
-    await bus.store(subjects.work(MODEL, "v1", "w-1"), b'{"attempt": "one"}', msg_id="b")
+    await bus.jetstream.store(subjects.request(MODEL, TENANT), b"not JSON", msg_id="a")
+    await bus.jetstream.store(subjects.work(MODEL, "v1", "w-1"), b'{"attempt": "one"}', msg_id="b")
     start()
     _, answer = await admit(bus)
     assert answer.admitted, answer
@@ -115,7 +115,7 @@ async def test_an_end_is_logged_once_whoever_reads_it_later(bus: Bus, start: Sta
         reply=Reply(subject="", stream=""),
         body=msgspec.Raw(b"{}"),
     )
-    await bus.store(subjects.request(MODEL, TENANT), msgspec.json.encode(envelope), msg_id=request_id)
+    await bus.jetstream.store(subjects.request(MODEL, TENANT), msgspec.json.encode(envelope), msg_id=request_id)
     left = CancelRequest(request_id=request_id, reason="client_cancelled")
     cancelled = msgspec.json.decode(await ask(bus, subjects.cancel(MODEL, TENANT), left), type=CancelAnswer)
     assert cancelled.durable and cancelled.outcome == "cancelled"

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from contracts import topology
-from contracts.bus import Bus, Incoming, NotFound
+from contracts.bus import Bus, Handler, Incoming, NotFound, OrderedConsumer
 from tests.support.bus import Connect
 from tests.support.nats_server import NatsServer
 from tests.support.polling import until
@@ -17,7 +17,7 @@ STREAM = topology.ATTEMPTS
 async def store(bus: Bus, *numbers: int) -> None:
     for number in numbers:
         name = f"{time.time_ns()}-{number}"
-        await bus.store(f"attempt.v1.m.{name}.1", b"%d" % number, msg_id=name, timeout_s=20)
+        await bus.jetstream.store(f"attempt.v1.m.{name}.1", b"%d" % number, msg_id=name, timeout_s=20)
 
 
 class Reader:
@@ -30,8 +30,12 @@ class Reader:
         self.pending.append(message.pending)
 
 
+async def follow(bus: Bus, handler: Handler, *, start_seq: int | None = None) -> OrderedConsumer:
+    return await OrderedConsumer(bus.jetstream, STREAM, "attempt.v1.>", handler, start_seq=start_seq).start()
+
+
 async def consumers(bus: Bus, stream: str = STREAM) -> list[str]:
-    return (await bus.api(f"CONSUMER.NAMES.{stream}"))["consumers"] or []
+    return (await bus.jetstream.api(f"CONSUMER.NAMES.{stream}"))["consumers"] or []
 
 
 async def test_starts_at_new_at_a_sequence_or_at_a_time(bus: Bus) -> None:
@@ -41,9 +45,9 @@ async def test_starts_at_new_at_a_sequence_or_at_a_time(bus: Bus) -> None:
     await asyncio.sleep(0.01)
     await store(bus, 3)
     new, by_seq, by_time = Reader(), Reader(), Reader()
-    await bus.tail(STREAM, "attempt.v1.>", new.take)
-    await bus.tail(STREAM, "attempt.v1.>", by_seq.take, start_seq=2)
-    await bus.tail(STREAM, "attempt.v1.>", by_time.take, start_at_ms=moment)
+    await follow(bus, new.take)
+    await follow(bus, by_seq.take, start_seq=2)
+    await OrderedConsumer(bus.jetstream, STREAM, "attempt.v1.>", by_time.take, start_at_ms=moment).start()
     await store(bus, 4)
     await until(lambda: new.numbers == [4])
     await until(lambda: by_seq.numbers == [2, 3, 4])
@@ -59,8 +63,8 @@ async def test_goes_on_over_restarts_without_loss_or_repetition(nats: NatsServer
         await asyncio.sleep(0.001)
         slow.take(message)
 
-    await bus.tail(STREAM, "attempt.v1.>", reader.take)
-    await bus.tail(STREAM, "attempt.v1.>", slowly)
+    await follow(bus, reader.take)
+    await follow(bus, slowly)
     writing = asyncio.create_task(store(writer, *range(300)))
     for _ in range(2):
         await asyncio.sleep(0.1)
@@ -75,7 +79,7 @@ async def test_nothing_that_came_during_the_outage_is_missed_before_any_message_
 ) -> None:
     await store(bus, 1)
     reader = Reader()
-    await bus.tail(STREAM, "attempt.v1.>", reader.take)
+    await follow(bus, reader.take)
     nats.stop()
     await until(lambda: not bus.connected)
     nats.start()
@@ -86,7 +90,7 @@ async def test_nothing_that_came_during_the_outage_is_missed_before_any_message_
 
 async def test_resumes_within_two_seconds_of_a_restart(nats: NatsServer, bus: Bus) -> None:
     reader = Reader()
-    await bus.tail(STREAM, "attempt.v1.>", reader.take)
+    await follow(bus, reader.take)
     nats.restart()
     began = time.monotonic()
     await store(bus, 1)
@@ -96,23 +100,23 @@ async def test_resumes_within_two_seconds_of_a_restart(nats: NatsServer, bus: Bu
 
 async def test_a_consumer_that_vanishes_is_made_anew(bus: Bus) -> None:
     reader = Reader()
-    await bus.tail(STREAM, "attempt.v1.>", reader.take)
+    await follow(bus, reader.take)
     (consumer,) = await consumers(bus)
-    await bus.api(f"CONSUMER.DELETE.{STREAM}.{consumer}")
+    await bus.jetstream.api(f"CONSUMER.DELETE.{STREAM}.{consumer}")
     await store(bus, 1)
     await until(lambda: reader.numbers == [1])
 
 
 async def test_a_message_lost_among_others_is_noticed_by_the_next_one(bus: Bus) -> None:
     reader = Reader()
-    tail = await bus.tail(STREAM, "attempt.v1.>", reader.take)
-    receive = tail._inbox._inner._cb
+    consumer = await follow(bus, reader.take)
+    receive = consumer._inbox._inner._cb
 
     async def lossy(message: Incoming) -> None:
         if message.data != b"2":
             await receive(message)
 
-    tail._inbox._inner._cb = lossy
+    consumer._inbox._inner._cb = lossy
     await store(bus, 1, 2, 3)
     await until(lambda: len(reader.numbers) == 3)
     assert reader.numbers == [1, 2, 3]
@@ -120,12 +124,12 @@ async def test_a_message_lost_among_others_is_noticed_by_the_next_one(bus: Bus) 
 
 async def test_a_lost_message_is_noticed_by_the_next_heartbeat(bus: Bus) -> None:
     reader = Reader()
-    tail = await bus.tail(STREAM, "attempt.v1.>", reader.take)
+    consumer = await follow(bus, reader.take)
     await store(bus, 1)
     await until(lambda: reader.numbers == [1])
-    inbox, tail._inbox._inner._cb = tail._inbox, _deaf  # the next message gets lost on its way
+    inbox, consumer._inbox._inner._cb = consumer._inbox, _deaf  # the next message gets lost on its way
     await store(bus, 2)
-    await until(lambda: tail._inbox is not inbox)
+    await until(lambda: consumer._inbox is not inbox)
     await store(bus, 3)
     await until(lambda: reader.numbers == [1, 2, 3])
 
@@ -144,10 +148,10 @@ async def test_a_slow_handler_holds_the_server_back_and_keeps_its_consumer(bus: 
             await asyncio.sleep(2)
         reader.take(message)
 
-    tail = await bus.tail(STREAM, "attempt.v1.>", slow_first, start_seq=1)
-    consumer = tail._consumer
+    consumer = await follow(bus, slow_first, start_seq=1)
+    made = consumer._consumer
     await until(lambda: len(reader.numbers) == 50)
-    assert tail._consumer == consumer
+    assert consumer._consumer == made
 
 
 async def test_a_raising_handler_costs_one_message(bus: Bus) -> None:
@@ -158,18 +162,18 @@ async def test_a_raising_handler_costs_one_message(bus: Bus) -> None:
             raise RuntimeError("bad")
         reader.take(message)
 
-    await bus.tail(STREAM, "attempt.v1.>", bad)
+    await follow(bus, bad)
     await store(bus, 1, 2, 3)
     await until(lambda: reader.numbers == [1, 3])
 
 
 async def test_a_wiped_store_is_waited_for_and_then_read_from_its_start(nats: NatsServer, bus: Bus) -> None:
     reader = Reader()
-    await bus.tail(STREAM, "attempt.v1.>", reader.take)
+    await follow(bus, reader.take)
     await store(bus, 1, 2, 3)
     await until(lambda: reader.numbers == [1, 2, 3])
     nats.wipe()
-    await until(lambda: bus.reconnects == 1)
+    await until(lambda: bus.session.reconnects == 1)
     await asyncio.sleep(0.3)
     await topology.ensure(bus)
     await store(bus, 4)
@@ -179,23 +183,23 @@ async def test_a_wiped_store_is_waited_for_and_then_read_from_its_start(nats: Na
 async def test_without_the_stream_the_first_start_says_so(connect: Connect) -> None:
     bus = await connect()
     with pytest.raises(NotFound, match="stream not found"):
-        await bus.tail(STREAM, "attempt.v1.>", lambda message: None)
+        await follow(bus, lambda message: None)
 
 
 async def test_leaves_no_consumers_behind(nats: NatsServer, bus: Bus, connect: Connect) -> None:
     """Unsubscribing left the library's ordered consumers on the server, 100 of 100."""
     closing = await connect()
-    tails = [await bus.tail(STREAM, "attempt.v1.>", lambda message: None) for _ in range(3)]
-    await closing.tail(STREAM, "attempt.v1.>", lambda message: None)
-    watch = await closing.kv_watch(topology.KEYS, lambda key, entry: None)
+    followers = [await follow(bus, lambda message: None) for _ in range(3)]
+    await follow(closing, lambda message: None)
+    watch = await closing.kv.watch(topology.KEYS, lambda key, entry: None)
     assert len(await consumers(bus)) == 4
-    for tail in tails:
-        tail._break("test")  # made anew
-    await until(lambda: all(not tail._broken for tail in tails))
-    await until(lambda: len(bus._tasks) == len(bus._readers) + 1)
+    for each in followers:
+        each._break("test")  # made anew
+    await until(lambda: all(not each._broken for each in followers))
+    await until(lambda: len(bus.session._tasks) == len(bus.session.readers) + 1)
     assert len(await consumers(bus)) == 4
-    for tail in tails:
-        await tail.close()
+    for each in followers:
+        await each.close()
     await closing.close()
     assert await consumers(bus) == []
     assert await consumers(bus, f"KV_{topology.KEYS}") == []

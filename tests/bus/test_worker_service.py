@@ -56,7 +56,7 @@ class Harness:
 
     async def open(self) -> None:
         await topology.ensure(self.bus)
-        await self.bus.kv_put(topology.MODELS, subjects.encode(MODEL), msgspec.json.encode(MANIFEST))
+        await self.bus.kv.put(topology.MODELS, subjects.encode(MODEL), msgspec.json.encode(MANIFEST))
         await self.bus.subscribe(self.reply_inbox, self._on_reply)
         await self.bus.subscribe(subjects.HEARTBEATS, self._on_beat)
 
@@ -136,7 +136,7 @@ class Harness:
 
     async def dispatch(self, item: WorkItem, *, msg_id: str = "") -> str:
         request_id = item.request.request_id
-        await self.bus.store(
+        await self.bus.jetstream.store(
             subjects.work(MODEL, "v1", item.worker),
             msgspec.json.encode(item),
             msg_id=msg_id or f"{request_id}.{item.attempt}",
@@ -166,16 +166,16 @@ class Harness:
         """The stored terminal event."""
         deadline = time.monotonic() + WAIT_S
         subject = subjects.attempt(MODEL, request_id, attempt)
-        while (stored := await self.bus.last(topology.ATTEMPTS, subject)) is None:
+        while (stored := await self.bus.jetstream.last(topology.ATTEMPTS, subject)) is None:
             assert time.monotonic() < deadline, "no terminal event"
             await asyncio.sleep(0.01)
         return msgspec.json.decode(stored.data, type=AttemptEvent)
 
     async def no_event(self, request_id: str) -> bool:
-        return await self.bus.last(topology.ATTEMPTS, subjects.attempt(MODEL, request_id, 1)) is None
+        return await self.bus.jetstream.last(topology.ATTEMPTS, subjects.attempt(MODEL, request_id, 1)) is None
 
     async def work_left(self) -> int:
-        return len([m async for m in self.bus.read(topology.WORK, "work.v1.>")])
+        return len([m async for m in self.bus.jetstream.read(topology.WORK, "work.v1.>")])
 
     async def work_done(self, left: int = 0) -> None:
         """Only ``left`` messages stay in WORK: what may be tried again is the scheduler's to delete."""
@@ -269,7 +269,7 @@ async def test_a_body_that_travels_by_reference_and_an_answer_in_parts(harness: 
     await harness.start()
     token = 'é"' * 1_200_000
     item = harness.item(harness.worker, stream=False, simulate={"tokens": [token]})
-    await harness.bus.object_put(topology.BODIES, "big", bytes(item.request.body))
+    await harness.bus.objects.put(topology.BODIES, "big", bytes(item.request.body))
     item = msgspec.structs.replace(
         item, request=msgspec.structs.replace(item.request, body=msgspec.Raw(b"{}"), body_object="big")
     )
@@ -416,7 +416,7 @@ async def test_another_event_that_was_first_silences_the_worker(harness: Harness
         outcome="lost",
         reporter="scheduler",
     )
-    await harness.bus.store(
+    await harness.bus.jetstream.store(
         subjects.attempt(MODEL, request_id, 1), msgspec.json.encode(event), msg_id="s", expect_last=0
     )
     await until(lambda: not harness.beats[-1].in_flight)
@@ -449,7 +449,7 @@ async def test_another_tokenizer_is_refused_retryably(harness: Harness) -> None:
 
 async def test_malformed_work_is_cleared_away(harness: Harness) -> None:
     await harness.start()
-    await harness.bus.store(subjects.work(MODEL, "v1", harness.worker), b"{", msg_id="x")
+    await harness.bus.jetstream.store(subjects.work(MODEL, "v1", harness.worker), b"{", msg_id="x")
     await harness.work_done()
     await harness.closed(await harness.send(max_tokens=1))
 
@@ -660,7 +660,7 @@ async def test_after_the_grace_time_streams_end_with_an_error_and_the_rest_is_re
 
 
 async def test_a_worker_that_the_bus_refuses_can_still_be_stopped(harness: Harness) -> None:
-    await harness.bus.api(f"STREAM.DELETE.{topology.WORK}")
+    await harness.bus.jetstream.api(f"STREAM.DELETE.{topology.WORK}")
     worker = Worker(harness.bus, WorkerConfig(model=MODEL), MANIFEST, lambda: SimulatedEngine(SimConfig()))
     task = asyncio.create_task(worker.run())
     await until(lambda: worker.not_ready() == "joining")

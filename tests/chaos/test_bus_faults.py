@@ -123,9 +123,9 @@ async def test_deleted_consumers_are_made_again(cluster: Cluster) -> None:
     calls = await streams(cluster, 2, 150)
     async with cluster.bus() as bus:
         for stream in ("REQUESTS", "WORK", "ATTEMPTS", "KV_keys", "KV_models", "KV_tenants"):
-            names = (await bus.api(f"CONSUMER.NAMES.{stream}")).get("consumers") or []
+            names = (await bus.jetstream.api(f"CONSUMER.NAMES.{stream}")).get("consumers") or []
             for name in names:
-                await bus.api(f"CONSUMER.DELETE.{stream}.{name}")
+                await bus.jetstream.api(f"CONSUMER.DELETE.{stream}.{name}")
     began = time.monotonic()
     new = [cluster.ask(max_tokens=5) for _ in range(4)]
     await all_exact(cluster, new)

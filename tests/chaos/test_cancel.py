@@ -115,7 +115,7 @@ async def test_between_publish_and_queue(cluster: Cluster, stream: bool) -> None
         assert answer.admitted
         scheduler.freeze()
         message = envelope(request_id, stream=stream, publish_by_ms=answer.publish_by_ms)
-        await bus.store(subjects.request(MODEL, TENANT), _envelope.encode(message), msg_id=request_id)
+        await bus.jetstream.store(subjects.request(MODEL, TENANT), _envelope.encode(message), msg_id=request_id)
         async with heard(cluster, subjects.cancel(MODEL, TENANT)):
             cancelling = asyncio.create_task(cancel(bus, request_id))
         scheduler.thaw()

@@ -163,7 +163,7 @@ async def test_a_publish_that_timed_out_and_is_stored_after_its_cancel_never_run
         cancel = _cancel.encode(CancelRequest(request_id=request_id, reason="publish_unconfirmed"))
         assert _cancelled.decode(await bus.request(subjects.cancel(MODEL, TENANT), cancel)).durable
         message = envelope(request_id, publish_by_ms=answer.publish_by_ms)
-        await bus.store(subjects.request(MODEL, TENANT), _envelope.encode(message), msg_id=request_id)
+        await bus.jetstream.store(subjects.request(MODEL, TENANT), _envelope.encode(message), msg_id=request_id)
     (event,) = await cluster.ended(request_id)
     assert (event.outcome, event.attempt) == ("cancelled", 0)
 
@@ -176,7 +176,7 @@ async def test_a_cancel_that_overtakes_even_the_admission_holds(cluster: Cluster
         answer = _admitted.decode(await bus.request(subjects.admit(MODEL), asked(request_id)))
         assert not answer.admitted and answer.code == "cancelled"
         message = envelope(request_id)
-        await bus.store(subjects.request(MODEL, TENANT), _envelope.encode(message), msg_id=request_id)
+        await bus.jetstream.store(subjects.request(MODEL, TENANT), _envelope.encode(message), msg_id=request_id)
     (event,) = await cluster.ended(request_id)
     assert (event.outcome, event.attempt) == ("cancelled", 0)
 
@@ -187,7 +187,7 @@ async def test_a_request_that_is_stored_after_its_time_never_runs(cluster: Clust
     now_ms = time.time_ns() // 1_000_000
     async with cluster.bus() as bus:
         message = envelope(request_id, publish_by_ms=now_ms - 1)
-        await bus.store(subjects.request(MODEL, TENANT), _envelope.encode(message), msg_id=request_id)
+        await bus.jetstream.store(subjects.request(MODEL, TENANT), _envelope.encode(message), msg_id=request_id)
     (event,) = await cluster.ended(request_id)
     assert (event.outcome, event.attempt) == ("expired", 0)
 

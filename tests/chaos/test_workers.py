@@ -24,7 +24,7 @@ def attempts(stack: Stack) -> list[dict[str, Any]]:
     async def read() -> list[dict[str, Any]]:
         bus = await Bus.connect(stack.run.nats_url, name="test")
         try:
-            return [json.loads(message.data) async for message in bus.read(topology.ATTEMPTS, "attempt.v1.>")]
+            return [json.loads(message.data) async for message in bus.jetstream.read(topology.ATTEMPTS, "attempt.v1.>")]
         finally:
             await bus.close()
 

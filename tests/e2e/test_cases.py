@@ -51,7 +51,7 @@ async def ends(stack: Stack, tenant: str, count: int) -> list[AttemptEvent]:
     try:
         async with asyncio.timeout(20):
             while True:
-                stored = [message.data async for message in bus.read(topology.ATTEMPTS, "attempt.v1.>")]
+                stored = [message.data async for message in bus.jetstream.read(topology.ATTEMPTS, "attempt.v1.>")]
                 events = [msgspec.json.decode(data, type=AttemptEvent) for data in stored]
                 if len(found := [event for event in events if event.tenant == tenant]) >= count:
                     return found

@@ -124,7 +124,7 @@ def broken(data: bytes, chance: random.Random) -> bytes:
 async def published(stack: Stack) -> int:
     bus = await Bus.connect(stack.run.nats_url, name="test")
     try:
-        return int((await bus.api(f"STREAM.INFO.{topology.REQUESTS}"))["state"]["last_seq"])
+        return int((await bus.jetstream.api(f"STREAM.INFO.{topology.REQUESTS}"))["state"]["last_seq"])
     finally:
         await bus.close()
 

@@ -41,6 +41,6 @@ async def test_a_million_tokens_are_counted_carried_and_answered(start_stack: St
         refused = await client.post("/v1/chat/completions", json=message | {"max_tokens": 50_000})
         assert refused.json()["error"]["code"] == "context_length_exceeded"
         # By claim check: the bus carried a reference, and the body was an object in pieces.
-        state = (await bus.api(f"STREAM.INFO.OBJ_{topology.BODIES}"))["state"]
+        state = (await bus.jetstream.api(f"STREAM.INFO.OBJ_{topology.BODIES}"))["state"]
         assert state["bytes"] > len(text)
     await bus.close()

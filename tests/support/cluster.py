@@ -280,7 +280,7 @@ class Cluster:
         """Terminal events of a request, or of all, by attempt."""
         subject = f"attempt.v1.*.{subjects.encode(request_id) if request_id else '*'}.*"
         async with self.bus() as bus:
-            found = [_attempt.decode(message.data) async for message in bus.read(topology.ATTEMPTS, subject)]
+            found = [_attempt.decode(message.data) async for message in bus.jetstream.read(topology.ATTEMPTS, subject)]
         return sorted(found, key=lambda event: (event.request_id, event.attempt))
 
     async def usage(self) -> UsageRow:
@@ -297,12 +297,12 @@ class Cluster:
     async def newest(self) -> int:
         """Sequence of the newest terminal event; for ``events_since``."""
         async with self.bus() as bus:
-            return int((await bus.api("STREAM.INFO.ATTEMPTS"))["state"]["last_seq"])
+            return int((await bus.jetstream.api("STREAM.INFO.ATTEMPTS"))["state"]["last_seq"])
 
     async def events_since(self, seq: int) -> list[AttemptEvent]:
         """Terminal events stored after ``seq``, in order."""
         async with self.bus() as bus:
-            stored = bus.read(topology.ATTEMPTS, "attempt.v1.>", start_seq=seq + 1)
+            stored = bus.jetstream.read(topology.ATTEMPTS, "attempt.v1.>", start_seq=seq + 1)
             return [_attempt.decode(message.data) async for message in stored]
 
     async def ended(self, request_id: str, count: int = 1, limit_s: float = 20.0) -> list[AttemptEvent]:
@@ -317,7 +317,7 @@ class Cluster:
 
     async def stored(self, stream: str) -> int:
         async with self.bus() as bus:
-            return int((await bus.api(f"STREAM.INFO.{stream}"))["state"]["messages"])
+            return int((await bus.jetstream.api(f"STREAM.INFO.{stream}"))["state"]["messages"])
 
     async def queue(self) -> QueueAnswer | None:
         """The scheduler's own view; None when nobody owns the model."""

@@ -197,13 +197,13 @@ class World:
     # Records --------------------------------------------------------------------------------------------------
 
     async def put_tenant(self, record: TenantRecord) -> None:
-        await self.bus.kv_put(topology.TENANTS, subjects.encode(record.name), encode(record))
+        await self.bus.kv.put(topology.TENANTS, subjects.encode(record.name), encode(record))
 
     async def put_key(self, secret: str, record: KeyRecord) -> None:
-        await self.bus.kv_put(topology.KEYS, digest(secret), encode(record))
+        await self.bus.kv.put(topology.KEYS, digest(secret), encode(record))
 
     async def put_model(self, manifest: Manifest) -> None:
-        await self.bus.kv_put(topology.MODELS, subjects.encode(manifest.name), encode(manifest))
+        await self.bus.kv.put(topology.MODELS, subjects.encode(manifest.name), encode(manifest))
 
     async def status_of(self, path: str, **options: Any) -> int:
         return (await self.client.get(path, **options)).status_code
@@ -216,7 +216,7 @@ class World:
     async def body_of(self, envelope: RequestEnvelope) -> dict[str, Any]:
         """What the engine would get."""
         if envelope.body_object:
-            data = await self.bus.object_get(topology.BODIES, envelope.body_object)
+            data = await self.bus.objects.get(topology.BODIES, envelope.body_object)
             assert data is not None
             return decode(data)
         return decode(envelope.body)
