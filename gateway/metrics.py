@@ -25,7 +25,6 @@ FIRST_TOKEN = Histogram(
 )
 STREAMS = Gauge("headrace_streams", "Answers under way")
 REFUSALS = Counter("headrace_refusals", "Requests that ended with an error", ["code"])
-REPAIRS = Counter("headrace_stream_repairs", "Questions about missing frames and silent streams", ["kind"])
 COUNTING = Histogram("headrace_prompt_counting_seconds", "Counting of prompt tokens", buckets=_SECONDS)
 
 

@@ -36,7 +36,7 @@ class Gateway:
         """Where it listens, once it serves."""
         self._directory = Directory.from_file(config.pepper_file)
         self._catalog = Catalog()
-        self._hub = Hub(bus, ids.incarnation("gw"))
+        self._hub = Hub(bus, ids.incarnation("gw"), hold_s=config.hold_s, bytes_max=config.stream_bytes_max)
         self._admission = Admission(
             bus,
             self._catalog,

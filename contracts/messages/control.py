@@ -5,14 +5,14 @@ from typing import Literal
 from contracts.messages.base import Epoch, Message, Outcome
 from contracts.messages.frames import EndData, ErrorData
 
+CancelReason = Literal["client_disconnected", "client_cancelled", "publish_unconfirmed", "slow_reader", "shutdown"]
+
 
 class CancelRequest(Message, frozen=True, kw_only=True):
     """Anyone who may publish to ``cancel.v1.<model>.<tenant>`` -> scheduler. Idempotent."""
 
     request_id: str
-    reason: Literal["client_disconnected", "client_cancelled", "publish_unconfirmed", "slow_reader", "shutdown"] = (
-        "client_cancelled"
-    )
+    reason: CancelReason = "client_cancelled"
 
 
 class CancelAnswer(Message, frozen=True, kw_only=True):

@@ -27,7 +27,8 @@ from gateway.http.body import CallerLeft
 from gateway.http.exchange import Exchange, Headers, Receive, Scope, Send
 from gateway.intake.admission import DEADLINE_MS_MAX, Admission, AdmissionRefused, Admitted, Prepared, RequestContext
 from gateway.intake.auth import Directory
-from gateway.streams.hub import KEEP_ALIVE, Hub, Stream
+from gateway.streams.hub import Hub
+from gateway.streams.stream import KEEP_ALIVE, GatewayStream
 
 _log = structlog.get_logger()
 
@@ -160,10 +161,7 @@ class Completions:
         data = await self._read(exchange)
         with Caller(exchange.receive) as caller:
             prepared = await self._prepare(context, data, log)
-            stream = log.stream = Stream(
-                prepared.envelope, hold_s=self._config.hold_s, bytes_max=self._config.stream_bytes_max
-            )
-            self._hub.open(stream)
+            stream = log.stream = self._hub.listen(prepared.envelope)
             try:
                 stream.model = await self._submit(prepared, log)
                 del data, prepared  # The body is stored; an answer may take minutes.
@@ -194,7 +192,7 @@ class Completions:
         return admitted.envelope.model
 
 
-async def _write_events(exchange: Exchange, stream: Stream, caller: Caller, log: "_RequestLog") -> None:
+async def _write_events(exchange: Exchange, stream: GatewayStream, caller: Caller, log: "_RequestLog") -> None:
     """Server-sent events until the stream's end. Raises HeadraceError when it ends before anything was sent."""
     await stream.ready()
     if stream.ended and not stream.first_chunk_at:
@@ -219,7 +217,7 @@ async def _write_events(exchange: Exchange, stream: Stream, caller: Caller, log:
     await send({"type": "http.response.body", "body": data, "more_body": False})
 
 
-async def _write_answer(exchange: Exchange, stream: Stream, caller: Caller, log: "_RequestLog") -> None:
+async def _write_answer(exchange: Exchange, stream: GatewayStream, caller: Caller, log: "_RequestLog") -> None:
     """One JSON answer. Raises HeadraceError when there is none."""
     while not stream.ended:
         await stream.ready()
@@ -282,7 +280,7 @@ class _RequestLog:
         """Empty until the body is parsed."""
         self.limits: RateLimits | None = None
         """The tenant's token buckets after the scheduler's decision."""
-        self.stream: Stream | None = None
+        self.stream: GatewayStream | None = None
         self.outcome = "completed"
         self.code = ""
         self.status = 0
@@ -299,7 +297,7 @@ class _RequestLog:
         if isinstance(error, AdmissionRefused):
             self.limits = error.limits
 
-    def failure_of(self, stream: Stream) -> ErrorData | None:
+    def failure_of(self, stream: GatewayStream) -> ErrorData | None:
         """Why the ended stream is no complete answer; None when it is one."""
         failure = stream.error
         if failure is None and (stream.end is None or stream.end.outcome == "cancelled"):
@@ -309,7 +307,7 @@ class _RequestLog:
             self.code = failure.code
         return failure
 
-    def raise_for(self, stream: Stream) -> None:
+    def raise_for(self, stream: GatewayStream) -> None:
         """Raises the failure of a stream as HeadraceError."""
         if (failure := self.failure_of(stream)) is not None:
             self.status = failure.status

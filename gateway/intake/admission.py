@@ -17,7 +17,7 @@ from contracts.bus import Bus, BusError, StreamFull, TooLarge, Unavailable, Unco
 from contracts.errors import HeadraceError
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest, RateLimits
 from contracts.messages.base import Codec, Priority
-from contracts.messages.control import CancelRequest
+from contracts.messages.control import CancelReason
 from contracts.messages.records import Manifest, TenantRecord
 from contracts.messages.request import Reply, RequestEnvelope
 from gateway.apis import json_limits
@@ -97,7 +97,7 @@ class Admission:
         self,
         bus: Bus,
         catalog: Catalog,
-        cancel: Callable[[CancelRequest, str, str], None],
+        cancel: Callable[[RequestEnvelope, CancelReason], object],
         *,
         claim_check_bytes: int,
         ask_s_max: float,
@@ -205,11 +205,7 @@ class Admission:
                 timeout_s=min(left_s, STORE_TIMEOUT_S_MAX),
             )
         except BusError as error:
-            self._cancel(
-                CancelRequest(request_id=envelope.request_id, reason="publish_unconfirmed"),
-                envelope.model,
-                envelope.tenant,
-            )
+            self._cancel(envelope, "publish_unconfirmed")
             raise _not_stored(error) from error
 
     async def _ask(self, prepared: Prepared) -> AdmissionAnswer:

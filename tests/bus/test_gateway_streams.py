@@ -12,7 +12,7 @@ import pytest
 from contracts.messages.control import StatusAnswer
 from contracts.messages.frames import EndData, ErrorData, LostData
 from contracts.messages.request import RequestEnvelope
-from gateway.streams import hub
+from gateway.streams import stream as gateway_stream
 from tests.support.gateway_world import (
     BASE,
     CHAT,
@@ -288,7 +288,7 @@ async def test_c16_a_reader_that_is_too_slow_is_cut_off_and_others_are_not(nats_
 
 
 async def test_c21_a_waiting_stream_commits_and_stays_alive(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "KEEP_ALIVE_S", 0.4)
+    monkeypatch.setattr(gateway_stream, "KEEP_ALIVE_S", 0.4)
 
     async def play(envelope: RequestEnvelope) -> None:
         await asyncio.sleep(2.2)
@@ -327,7 +327,7 @@ def _chunks(text: str) -> list[str]:
 async def test_c21_the_openai_sdk_reads_over_keep_alives(
     world: World, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    monkeypatch.setattr(hub, "KEEP_ALIVE_S", 0.2)
+    monkeypatch.setattr(gateway_stream, "KEEP_ALIVE_S", 0.2)
 
     async def play(envelope: RequestEnvelope) -> None:
         await asyncio.sleep(1.2)

@@ -9,6 +9,7 @@ from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.control import CancelAnswer, CancelRequest
 from contracts.messages.frames import EndData
 from contracts.messages.request import Reply, RequestEnvelope
+from contracts.streaming.subscriber import MAY_STILL_RUN
 from tests.explore import schedulers
 from tests.explore.parts import TENANT, encode
 from tests.explore.records import TICK_MS, Action, Asked, Message, Op, Violation
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 ASKS_MAX = 8
 """Ticks for which admission is asked for."""
 CANCELS_MAX = 30
-MAY_STILL_RUN = ("stream_interrupted", "unavailable", "internal_error")
 
 _admission = msgspec.json.Decoder(AdmissionAnswer)
 _cancelled = msgspec.json.Decoder(CancelAnswer)

@@ -1,0 +1,299 @@
+"""The streams of one stream owner: their frames in, the effects of their relays out. Gateway and client share it.
+
+One subscription on the reply inbox and one decode per message. What a frame means is decided by each stream's relay
+(contracts.streaming.relay); what becomes of a chunk or an end by the stream's own class, a RelayedStream. Here:
+questions to workers and schedulers, cancels until they are durable, heartbeats and the goodbye, ticks.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import prometheus_client
+import structlog
+
+from contracts import subjects
+from contracts.bus import Bus, BusError, Incoming, Subscription
+from contracts.messages.base import Codec
+from contracts.messages.control import (
+    CancelAnswer,
+    CancelReason,
+    CancelRequest,
+    StatusAnswer,
+    StatusRequest,
+    StreamOwnerHeartbeat,
+)
+from contracts.messages.frames import EndData, ErrorData, FramesAnswer, FramesRequest, ReplyMessage
+from contracts.streaming.relay import AskFrames, AskStatus, Effects, Fail, Finish, Forward, Relay
+
+log = structlog.get_logger(__name__)
+
+REPAIRS = prometheus_client.Counter(
+    "headrace_stream_repairs", "Questions about missing frames and silent streams", ["kind"]
+)
+
+TICK_S = 0.5
+"""The relay's ``repair_again_ms``: a shorter pause would find nothing more to ask."""
+HEARTBEAT_S = 0.5
+"""The protocol's: schedulers count an owner as lost after 3 s of silence, six heartbeats."""
+QUESTION_TIMEOUT_S = 2.0
+"""Below the relay's ``answer_ms_max`` of 5 s, after which it asks again."""
+QUESTIONS_MAX = 64
+"""Questions and cancels on their way at once: after an outage thousands of streams have one each."""
+CANCEL_PAUSE_S = 0.5
+"""A worker confirms within an engine step, some tens of milliseconds; a new scheduler within seconds."""
+CANCEL_S_MAX = 60.0
+"""Far beyond a restart of the bus (4 s) or a takeover (3.6 s, measured): what is given up runs on for nobody."""
+CLOSE_S_MAX = 2.0
+"""What is under way may settle for so long. Heartbeats go on meanwhile."""
+
+MAY_STILL_RUN = frozenset({"stream_interrupted", "unavailable", "internal_error", "worker_lost"})
+"""Failures that a relay finds by itself, while a worker may go on generating for nobody: these are cancelled."""
+
+T = TypeVar("T")
+
+_reply_of = Codec[ReplyMessage](ReplyMessage).decode
+_frames_of = Codec[FramesAnswer](FramesAnswer).decode
+_status_of = Codec[StatusAnswer](StatusAnswer).decode
+_cancelled_of = Codec[CancelAnswer](CancelAnswer).decode
+_encode = msgspec.json.Encoder().encode
+
+
+class Identified(Protocol):
+    """A request that can be asked about: a stream, or an envelope on its way to REQUESTS."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def tenant(self) -> str: ...
+
+
+class RelayedStream:
+    """One stream as a Subscriber knows it. Subclasses say what becomes of its chunks and of its end."""
+
+    __slots__ = ("attempt", "model", "name", "relay", "request_id", "tenant")
+
+    def __init__(self, *, name: str, request_id: str, model: str, tenant: str, relay: Relay) -> None:
+        self.name = name
+        """What frames call the stream."""
+        self.request_id = request_id
+        """Empty until it is known: then nobody can be asked about the request."""
+        self.model = model
+        self.tenant = tenant
+        self.relay = relay
+        self.attempt = 0
+        """Highest attempt heard of."""
+
+    def forward(self, data: msgspec.Raw | bytes, now: float) -> bool:
+        """The next chunk; False when the reader is too far behind, and then the stream fails as ``slow_reader``.
+
+        ``data`` may be part of a whole bus message: who keeps it copies it.
+        """
+        raise NotImplementedError
+
+    def finish(self, end: EndData) -> None:
+        """The stream is complete, or was cancelled; nothing follows."""
+        raise NotImplementedError
+
+    def fail(self, error: ErrorData) -> None:
+        """The stream ends with ``error``; nothing follows."""
+        raise NotImplementedError
+
+    def tick(self, now: float) -> None:
+        """``now`` (time.monotonic) is TICK_S later than the last time."""
+
+
+class Subscriber:
+    """Listens on ``reply_inbox`` for the streams that are open, and speaks for them as ``stream_owner``."""
+
+    def __init__(self, bus: Bus, *, reply_inbox: str, stream_owner: str) -> None:
+        self.reply_inbox = reply_inbox
+        """Reply subject of all streams."""
+        self.stream_owner = stream_owner
+        """Name on the bus under which heartbeats are sent."""
+        self._bus = bus
+        self._streams: dict[str, RelayedStream] = {}
+        self._subscription: Subscription | None = None
+        self._loops: list[asyncio.Task[None]] = []
+        self._questions: set[asyncio.Task[None]] = set()
+        self._works: set[asyncio.Task[Any]] = set()
+        self._asking = asyncio.Semaphore(QUESTIONS_MAX)
+
+    def __len__(self) -> int:
+        """Streams that are open."""
+        return len(self._streams)
+
+    async def start(self) -> None:
+        """Listen and send heartbeats. Raises BusError when this user may not read ``reply_inbox``."""
+        self._subscription = await self._bus.subscribe(self.reply_inbox, self._on_reply)
+        await self._beat()
+        self._loops = [
+            asyncio.create_task(_every(TICK_S, self._tick)),
+            asyncio.create_task(_every(HEARTBEAT_S, self._beat)),
+        ]
+
+    async def close(self) -> None:
+        """Let spawned work settle, then say goodbye: schedulers cancel at once what is still open."""
+        if self._works:
+            await asyncio.wait(self._works, timeout=CLOSE_S_MAX)
+        tasks = [*self._loops, *self._questions, *self._works]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._subscription is not None:
+            await self._subscription.close()
+            await self._beat(leaving=True)
+
+    # Streams --------------------------------------------------------------------------------------------------
+
+    def open(self, stream: RelayedStream) -> None:
+        """Listen for the stream's frames, until ``leave``. Before the request is submitted or stored."""
+        self._streams[stream.name] = stream
+
+    def leave(self, stream: RelayedStream, reason: CancelReason | None = None) -> None:
+        """Forget the stream; with a ``reason`` its generation is cancelled."""
+        self._streams.pop(stream.name, None)
+        if reason is not None and stream.request_id:
+            self.cancel(stream, reason)
+
+    def fail(self, stream: RelayedStream, error: ErrorData, reason: CancelReason | None = None) -> None:
+        """End the stream with ``error`` and leave it."""
+        stream.fail(error)
+        self.leave(stream, reason)
+
+    def fail_all(self, error: ErrorData, reason: CancelReason | None = None) -> None:
+        """End with ``error`` every stream whose end has not come."""
+        for stream in list(self._streams.values()):
+            if not stream.relay.finished:
+                self.fail(stream, error, reason)
+
+    def cancel(self, request: Identified, reason: CancelReason) -> asyncio.Task[bool]:
+        """Cancel in the background, repeated until that is durable; the task's result is whether it became so."""
+        question = CancelRequest(request_id=request.request_id, reason=reason)
+        return self.spawn(self._cancel(question, subjects.cancel(request.model, request.tenant)))
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run ``work`` to its end whoever waits for it; ``close`` gives it CLOSE_S_MAX."""
+        task = asyncio.create_task(work)
+        self._works.add(task)
+        task.add_done_callback(self._works.discard)
+        return task
+
+    # Frames ---------------------------------------------------------------------------------------------------
+
+    def _on_reply(self, message: Incoming) -> None:
+        try:
+            reply = _reply_of(message.data)
+        except msgspec.MsgspecError as error:
+            log.error("reply_undecodable", subject=message.subject, bytes=len(message.data), reason=str(error))
+            return
+        now = time.monotonic()
+        now_ms = int(now * 1000)
+        streams = self._streams
+        for frame in reply.frames:
+            stream = streams.get(frame.stream)
+            if stream is None:
+                continue
+            stream.attempt = max(stream.attempt, frame.attempt)
+            effects = stream.relay.on_frame(reply.worker, frame, now_ms, reply.epoch)
+            if effects:
+                self._perform(stream, effects, now)
+
+    def _perform(self, stream: RelayedStream, effects: Effects, now: float) -> None:
+        for effect in effects:
+            if type(effect) is Forward:
+                if not stream.forward(effect.data, now):
+                    error = ErrorData(code="slow_reader", message="The answer was not read fast enough.")
+                    self.fail(stream, error, "slow_reader")
+                    return
+            elif type(effect) is Finish:
+                stream.finish(effect.end)
+            elif type(effect) is Fail:
+                self.fail(stream, effect.error, "client_cancelled" if effect.error.code in MAY_STILL_RUN else None)
+            elif type(effect) is AskFrames:
+                REPAIRS.labels("frames").inc()
+                self._question(self._ask_frames(stream, effect))
+            elif type(effect) is AskStatus:
+                REPAIRS.labels("status").inc()
+                self._question(self._ask_status(stream))
+
+    # Questions ------------------------------------------------------------------------------------------------
+
+    def _question(self, question: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(question)
+        self._questions.add(task)
+        task.add_done_callback(self._questions.discard)
+
+    async def _ask_frames(self, stream: RelayedStream, ask: AskFrames) -> None:
+        question = FramesRequest(request_id=stream.request_id, attempt=ask.attempt, from_seq=ask.from_seq)
+        answer = await self._ask(subjects.frames(ask.worker, stream.tenant), question, _frames_of)
+        if self._streams.get(stream.name) is stream:
+            now = time.monotonic()
+            effects = stream.relay.on_frames_answer(ask.worker, ask.attempt, answer, int(now * 1000))
+            self._perform(stream, effects, now)
+
+    async def _ask_status(self, stream: RelayedStream) -> None:
+        question = StatusRequest(request_id=stream.request_id)
+        answer = await self._ask(subjects.status(stream.model, stream.tenant), question, _status_of)
+        if self._streams.get(stream.name) is stream:
+            if answer is not None:
+                stream.attempt = max(stream.attempt, answer.attempt)
+            now = time.monotonic()
+            self._perform(stream, stream.relay.on_status(answer, int(now * 1000)), now)
+
+    async def _ask(
+        self, subject: str, question: FramesRequest | StatusRequest | CancelRequest, decode: Callable[[bytes], T]
+    ) -> T | None:
+        """The answer; None when there is none in time, or nothing to ask with: no request id, or no bus."""
+        async with self._asking:
+            if not question.request_id or not self._bus.connected:
+                return None
+            try:
+                return decode(await self._bus.request(subject, _encode(question), timeout_s=QUESTION_TIMEOUT_S))
+            except BusError:
+                return None
+            except msgspec.MsgspecError as error:
+                log.error("answer_undecodable", subject=subject, reason=str(error))
+                return None
+
+    async def _cancel(self, question: CancelRequest, subject: str) -> bool:
+        give_up_at = time.monotonic() + CANCEL_S_MAX
+        while time.monotonic() < give_up_at:
+            answer = await self._ask(subject, question, _cancelled_of)
+            if answer is not None and answer.durable:
+                return True
+            await asyncio.sleep(CANCEL_PAUSE_S)
+        log.warning("cancel_unconfirmed", request_id=question.request_id, reason=question.reason)
+        return False
+
+    # Time -----------------------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        if self._bus.closed.is_set():
+            self.fail_all(ErrorData(code="unavailable", message="The connection to the bus is lost for good."))
+        now = time.monotonic()
+        now_ms = int(now * 1000)
+        for stream in list(self._streams.values()):
+            if stream.request_id:
+                self._perform(stream, stream.relay.on_tick(now_ms), now)
+            stream.tick(now)
+
+    async def _beat(self, *, leaving: bool = False) -> None:
+        """Nothing while the bus is away: old heartbeats that are sent late would say nothing."""
+        if not self._bus.connected:
+            return
+        beat = StreamOwnerHeartbeat(stream_owner=self.stream_owner, leaving=leaving)
+        try:
+            await self._bus.publish(subjects.stream_owner_heartbeat(self.stream_owner), _encode(beat))
+        except BusError as error:
+            log.warning("heartbeat_failed", stream_owner=self.stream_owner, reason=str(error))
+
+
+async def _every(pause_s: float, act: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await asyncio.sleep(pause_s)
+        await act()

@@ -1,0 +1,147 @@
+"""One answer on its way to an HTTP caller: what waits to be written, and what must be written though nothing came.
+
+Chunks become server-sent events in the form of the caller's API. Order, repair and ends are the relay's
+(contracts.streaming.relay), the status line and the connection gateway.http.inference's.
+"""
+
+import asyncio
+import time
+
+import msgspec
+
+from contracts.messages.frames import EndData, ErrorData
+from contracts.messages.request import RequestEnvelope
+from contracts.streaming.relay import Relay
+from contracts.streaming.subscriber import RelayedStream
+from gateway import metrics
+from gateway.apis.table import APIS
+
+KEEP_ALIVE_S = 10.0
+"""Pause of a stream after which a comment goes out, so that at least every 15 s there are bytes."""
+
+KEEP_ALIVE = b": keep-alive\n"
+"""A comment line and no blank line: some SSE parsers take a block without data for an empty event."""
+
+
+class GatewayStream(RelayedStream):
+    """One task awaits ``ready`` and takes what there is."""
+
+    __slots__ = (
+        "_bytes_max",
+        "_event",
+        "_held_until",
+        "_last_chunk_at",
+        "_latency",
+        "_pending",
+        "_pending_bytes",
+        "_waiter",
+        "chunks",
+        "commit",
+        "committed",
+        "end",
+        "error",
+        "first_chunk_at",
+        "last_write_at",
+        "sse",
+    )
+
+    def __init__(self, envelope: RequestEnvelope, *, hold_s: float, bytes_max: int) -> None:
+        """The status line may wait ``hold_s`` for the first frame; more than ``bytes_max`` unread is too slow."""
+        now = time.monotonic()
+        super().__init__(
+            name=envelope.request_id,
+            request_id=envelope.request_id,
+            model=envelope.model,
+            tenant=envelope.tenant,
+            relay=Relay(stream=envelope.stream, now_ms=int(now * 1000)),
+        )
+        self.sse = envelope.stream
+        """Server-sent events; else one JSON answer."""
+        self.chunks = 0
+        self.end: EndData | None = None
+        self.error: ErrorData | None = None
+        self.commit = False
+        """The status line must not wait any longer for the first frame."""
+        self.committed = False
+        """The writer has sent the status line."""
+        self.first_chunk_at = 0.0
+        self.last_write_at = now
+        self._held_until = now + hold_s
+        self._last_chunk_at = 0.0
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+        self._bytes_max = bytes_max
+        self._waiter: asyncio.Future[None] | None = None
+        self._latency = metrics.INTER_TOKEN.of(envelope.model)
+        self._event = APIS[envelope.endpoint].format.event
+
+    # For the writer -------------------------------------------------------------------------------------------
+
+    @property
+    def ended(self) -> bool:
+        """No more will come; what is pending may still be taken."""
+        return self.end is not None or self.error is not None
+
+    async def ready(self) -> None:
+        """Returns when there is something to write, the status line is due, or the stream has ended."""
+        if not self._pending and not self.ended and (self.committed or not self.commit):
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def take(self) -> bytes:
+        """Everything that is to be written now."""
+        pending = self._pending
+        if not pending:
+            return b""
+        self._pending = []
+        self._pending_bytes = 0
+        return pending[0] if len(pending) == 1 else b"".join(pending)
+
+    # For the subscriber ---------------------------------------------------------------------------------------
+
+    def forward(self, data: msgspec.Raw | bytes, now: float) -> bool:
+        if self.first_chunk_at:
+            self._latency.observe(now - self._last_chunk_at)
+        else:
+            self.first_chunk_at = now
+        self._last_chunk_at = now
+        self.chunks += 1
+        self._put(self._event(data) if self.sse else bytes(data))
+        if self._pending_bytes <= self._bytes_max or not self.sse:
+            return True
+        self._pending = []
+        self._pending_bytes = 0
+        return False
+
+    def finish(self, end: EndData) -> None:
+        self.end = end
+        self._wake()
+
+    def fail(self, error: ErrorData) -> None:
+        """The stream ends with ``error``, after what is pending."""
+        if not self.ended:
+            self.error = error
+            self._wake()
+
+    def tick(self, now: float) -> None:
+        """Commit a held status line in time, and keep a silent stream alive."""
+        if not self.sse or self.ended or self._pending:
+            return
+        if self.committed:
+            if now - self.last_write_at >= KEEP_ALIVE_S:
+                self._put(KEEP_ALIVE)
+        elif now >= self._held_until:
+            self.commit = True
+            self._wake()
+
+    def _put(self, data: bytes) -> None:
+        self._pending.append(data)
+        self._pending_bytes += len(data)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
