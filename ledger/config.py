@@ -18,16 +18,16 @@ class LedgerConfig(ServiceConfig, frozen=True, kw_only=True):
     """How long a batch gathers: delay at low rate, and at most 5 parts a second for ClickHouse to merge."""
 
     sql_listen: str = ""
-    """``host:port`` of the read-only SQL door to the embedded engine; empty: none. 0 takes a free port."""
+    """``host:port`` of the read-only SQL endpoint to the embedded engine; empty: none. 0 takes a free port."""
     sql_user: str = "analyst"
     sql_password_file: str = ""
-    """File that holds the door's password."""
+    """File that holds the SQL endpoint's password."""
 
     def problems(self) -> list[str]:
         wrong = []
         if self.sql_listen:
             if not self.clickhouse_url.startswith("chdb:"):
-                wrong.append("HEADRACE_SQL_LISTEN: a ClickHouse server has a door of its own")
+                wrong.append("HEADRACE_SQL_LISTEN: a ClickHouse server has an SQL endpoint of its own")
             if not re.fullmatch(r".+:\d{1,5}", self.sql_listen):
                 wrong.append("HEADRACE_SQL_LISTEN: not host:port")
             if not self.sql_password_file:

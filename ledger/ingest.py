@@ -24,7 +24,8 @@ from ledger.core import rows as attempt_rows
 from ledger.prices import Prices
 from ledger.query_api import Questions
 from ledger.rollups import Rollups
-from ledger.sql_endpoint.http import Door
+from ledger.sql_endpoint.http import SqlEndpoint
+from ledger.sql_endpoint.session import Sessions
 from ledger.store import Away, Owned, Refused, Store
 
 log = structlog.get_logger(__name__)
@@ -60,7 +61,7 @@ class Ledger:
         self._state = "starting"
         self._failures = 0
         self._finishing: asyncio.Task[None] | None = None
-        self._door: Door | None = None
+        self._sql: SqlEndpoint | None = None
 
     def not_ready(self) -> str:
         """Why the service does not do its work now; empty when it does."""
@@ -76,8 +77,8 @@ class Ledger:
         try:
             await self._work()
         finally:
-            if self._door is not None:
-                await asyncio.to_thread(self._door.close)
+            if self._sql is not None:
+                await asyncio.to_thread(self._sql.close)
             await self._store.close()
 
     async def _work(self) -> None:
@@ -133,21 +134,20 @@ class Ledger:
                 self._succeeded()
                 self._state = "starting"
                 log.info("ledger_open", database=self._config.clickhouse_database)
-                await self._open_door()
+                await self._open_sql_endpoint()
                 return True
         return False
 
-    async def _open_door(self) -> None:
-        """The SQL door, if one is configured; raises OSError when its address cannot be had."""
+    async def _open_sql_endpoint(self) -> None:
+        """The SQL endpoint, if one is configured; raises OSError when its address cannot be had."""
         config = self._config
         if config.sql_listen:
             directory = urlsplit(config.clickhouse_url).path
             password = await asyncio.to_thread(Path(config.sql_password_file).read_text, "utf-8")
-            self._door = Door(
-                directory, config.clickhouse_database, config.sql_listen, config.sql_user, password.strip()
-            )
-            await asyncio.to_thread(self._door.start)
-            log.info("sql_door_open", listen=self._door.address)
+            sessions = Sessions(directory, config.clickhouse_database, config.sql_user, password.strip())
+            self._sql = SqlEndpoint(sessions, config.sql_listen)
+            await asyncio.to_thread(self._sql.start)
+            log.info("sql_endpoint_open", listen=self._sql.address)
 
     # Events ------------------------------------------------------------------------------------------------
 

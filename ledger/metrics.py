@@ -21,8 +21,9 @@ QUERY_SECONDS = Histogram(
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
 )
 BUILT = Counter("headrace_ledger_built", "Hours and days summed up, repetitions included.", ["level"])
-DOOR_SECONDS = Histogram(
+SQL_SECONDS = Histogram(
     "headrace_ledger_sql_seconds",
-    "Duration of one query at the SQL door.",
+    "Duration of one query at the SQL endpoint.",
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
 )
+SQL_ABANDONED = Counter("headrace_ledger_sql_abandoned", "Queries that were ended because their client had left.")

@@ -61,7 +61,7 @@ class Secrets(msgspec.Struct, frozen=True, kw_only=True):
     nats_tenants: dict[str, str] = {}
     """Passwords of the tenants whose own services may use the bus."""
     sql_password: str = ""
-    """Of the ledger's SQL door."""
+    """Of the ledger's SQL endpoint."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,7 +152,7 @@ class DataDir:
         write_private(self.run, json.dumps(msgspec.to_builtins(run), indent=2).encode() + b"\n")
 
     def write_sql(self, url: str, user: str, password: str) -> None:
-        """``sql.json``: the read-only SQL door of a running stack."""
+        """``sql.json``: the read-only SQL endpoint of a running stack."""
         given = {"url": url, "user": user, "password": password}
         write_private(self.sql, json.dumps(given, indent=2).encode() + b"\n")
 

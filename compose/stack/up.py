@@ -174,7 +174,7 @@ class Stack:
         for index, port in enumerate(self._gateway_ports):
             self._add_gateway(index, port)
         clickhouse = self._options.clickhouse_url or f"chdb://{self._directory.ledger}"
-        self._add_service("ledger", 0, {"HEADRACE_CLICKHOUSE_URL": clickhouse, **self._sql_door()})
+        self._add_service("ledger", 0, {"HEADRACE_CLICKHOUSE_URL": clickhouse, **self._sql_endpoint()})
         await self._wait_ready()
 
     async def _wait_ready(self) -> None:
@@ -287,8 +287,8 @@ class Stack:
             lambda: http_reason("127.0.0.1", port, tls=bool(self._options.tls_cert)),
         )
 
-    def _sql_door(self) -> dict[str, str]:
-        """Settings of the ledger's SQL door, which there is with the built-in engine."""
+    def _sql_endpoint(self) -> dict[str, str]:
+        """Settings of the ledger's SQL endpoint, which there is with the built-in engine."""
         if self._options.clickhouse_url:
             return {}
         self._sql = f"127.0.0.1:{self._ports.free()}"
@@ -368,7 +368,7 @@ class Stack:
             "temperature": 0,
             "messages": [{"role": "user", "content": "What is the capital of France?"}],
         }
-        door = f"  SQL        http://{self._sql} (reads only; user and password in sql.json)\n" if self._sql else ""
+        sql = f"  SQL        http://{self._sql} (reads only; user and password in sql.json)\n" if self._sql else ""
         self._terminal.say(
             f"ready after {took_s:.1f} s\n\n"
             f"  page       {self._url}/\n"
@@ -376,7 +376,7 @@ class Stack:
             f"  API        {self._url}/v1\n"
             f"  key        {self._secrets.key}\n"
             f"  models     {', '.join(manifest.name for manifest in self._manifests)}\n"
-            f"{door}"
+            f"{sql}"
             f"  data       {self._directory.path} (logs in logs/, addresses in run.json)\n\n"
             f"  curl -N {self._url}/v1/chat/completions -H 'Authorization: Bearer {self._secrets.key}' \\\n"
             f"    -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n\n"

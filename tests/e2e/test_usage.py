@@ -1,4 +1,4 @@
-"""From a request to its price: command line, HTTP, SQL door and page, on a real stack of its own."""
+"""From a request to its price: command line, HTTP, SQL endpoint and page, on a real stack of its own."""
 
 import csv
 import io
@@ -154,14 +154,14 @@ def test_operators_see_all_tenants(used: Stack) -> None:
     assert httpx.get(f"{used.run.url}/admin/v1/usage", trust_env=False).status_code == 401
 
 
-def test_the_sql_door_is_open_to_analysts(used: Stack) -> None:
+def test_the_sql_endpoint_is_open_to_analysts(used: Stack) -> None:
     path = used.data_dir / "sql.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    door = json.loads(path.read_text())
-    assert door["url"] in used.output.read_text()
-    url = httpx.URL(door["url"])
+    sql = json.loads(path.read_text())
+    assert sql["url"] in used.output.read_text()
+    url = httpx.URL(sql["url"])
     with clickhouse_connect.get_client(
-        host=url.host, port=url.port, username=door["user"], password=door["password"], database="headrace"
+        host=url.host, port=url.port, username=sql["user"], password=sql["password"], database="headrace"
     ) as client:
         found = client.query("SELECT sum(amount_pico), any(currency) FROM billed WHERE tenant = 'other'").first_row
         assert found == (int(Decimal(rows(used)["other"]["amount"]) * 10**12), "USD")

@@ -1,6 +1,6 @@
 """Rollups, prices and invoices on the real engine (chDB), against sums made in Python of the same events.
 
-Everything is asked twice: of the engine, and over HTTP at its read-only door.
+Everything is asked twice: of the engine, and over HTTP of its read-only SQL endpoint.
 """
 
 import asyncio
@@ -28,7 +28,8 @@ from ledger.core import rows as attempt_rows
 from ledger.core.rollup_plan import DAY_S, HOUR_S
 from ledger.query_api import Questions
 from ledger.rollups import Rollups, plan
-from ledger.sql_endpoint.http import Door
+from ledger.sql_endpoint.http import SqlEndpoint
+from ledger.sql_endpoint.session import Sessions
 from ledger.store import Store
 from worker.core import outcomes
 from worker.engines.base import Counts
@@ -59,14 +60,15 @@ class Known:
     currency = "USD"
 
 
-class ThroughDoor(Store):
-    """Asks as an analyst's program does: clickhouse-connect over HTTP, at the read-only door."""
+class ThroughEndpoint(Store):
+    """Asks as an analyst's program does: clickhouse-connect over HTTP, of the SQL endpoint."""
 
     async def open(self) -> None:
         await super().open()
-        self.door = Door(urlsplit(self._url).path, "headrace", "127.0.0.1:0", "ann", "secret")
-        await asyncio.to_thread(self.door.start)
-        host, port = self.door.address.split(":")
+        sessions = Sessions(urlsplit(self._url).path, "headrace", "ann", "secret")
+        self.endpoint = SqlEndpoint(sessions, "127.0.0.1:0")
+        await asyncio.to_thread(self.endpoint.start)
+        host, port = self.endpoint.address.split(":")
         connect = {"host": host, "port": int(port), "username": "ann", "password": "secret"}
         self.client = await asyncio.to_thread(clickhouse_connect.get_client, **connect)
 
@@ -76,11 +78,11 @@ class ThroughDoor(Store):
 
     async def close(self) -> None:
         self.client.close()
-        await asyncio.to_thread(self.door.close)
+        await asyncio.to_thread(self.endpoint.close)
         await super().close()
 
 
-@pytest.fixture(params=[Store, ThroughDoor], ids=["chdb", "door"])
+@pytest.fixture(params=[Store, ThroughEndpoint], ids=["chdb", "sql_endpoint"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
     store: Store = request.param(f"chdb://{tmp_path}/chdb", "headrace")
     await store.open()
