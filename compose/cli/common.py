@@ -1,12 +1,14 @@
 """What the commands share: their common options, one connection to the stack's bus, and how they print."""
 
 import asyncio
+import csv
+import io
 import json
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -27,6 +29,7 @@ DataDirOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON alone on standard output.")]
+CsvOption = Annotated[bool, typer.Option("--csv", help="CSV alone on standard output.")]
 
 
 def on_bus(data_dir: Path | None, work: "Callable[[Bus, Target], Awaitable[T]]") -> T:
@@ -52,8 +55,9 @@ def on_bus(data_dir: Path | None, work: "Callable[[Bus, Target], Awaitable[T]]")
     return asyncio.run(perform())
 
 
-def print_json(value: object) -> None:
-    print(json.dumps(_plain(value), ensure_ascii=False, indent=2))
+def show(value: object, text: str, *, as_json: bool) -> None:
+    """``value`` as JSON, or ``text`` for people."""
+    print(json.dumps(_plain(value), ensure_ascii=False, indent=2) if as_json else text)
 
 
 def _plain(value: object) -> object:
@@ -71,11 +75,25 @@ def _plain(value: object) -> object:
     return value
 
 
-def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Plain columns, never cut."""
-    widths = [max(len(line[column]) for line in (head, *rows)) for column in range(len(head))]
-    for line in (head, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Plain columns, never cut; column names in capitals."""
+    lines = [[name.upper().replace("_", " ") for name in head], *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def csv_text(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Lines of CSV (RFC 4180), without the last line end."""
+    text = io.StringIO()
+    csv.writer(text).writerows([head, *rows])
+    return text.getvalue().removesuffix("\r\n")
+
+
+def names(text: str) -> list[str]:
+    """The parts of a list with commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def instant(at_ms: int) -> str:

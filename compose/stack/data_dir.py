@@ -190,3 +190,16 @@ def find_target(data_dir: Path | None, environment: Mapping[str, str]) -> Target
         return Target(nats_url=url, pepper=Path(pepper) if pepper else None)
     directory = DataDir(data_dir or default_data_dir(environment))
     return Target(nats_url=directory.read_run().nats_url, pepper=directory.pepper)
+
+
+def read_pepper(path: Path | None) -> bytes:
+    """The pepper's bytes, as gateways read them; raises ComposeError."""
+    if path is None:
+        raise ComposeError("the key pepper is not known: set HEADRACE_PEPPER_FILE to the gateways' file")
+    try:
+        pepper = path.read_bytes().strip()
+    except OSError as error:
+        raise ComposeError(f"the key pepper cannot be read: {path}: {error.strerror}") from error
+    if not pepper:
+        raise ComposeError(f"the key pepper is empty: {path}")
+    return pepper

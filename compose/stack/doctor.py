@@ -7,11 +7,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
 from compose.stack.data_dir import ComposeError, DataDir, Run
-from compose.stack.processes import http_reason, nats_server
+from compose.stack.nats_config import nats_server
+from compose.stack.probes import http_reason
 
 PYTHON_MIN = (3, 11)
 MEMORY_MIN_GB = 4.0
@@ -175,14 +177,13 @@ async def _ill(run: Run) -> list[str]:
     urls = [("gateway", url) for url in (run.url, *run.gateway_urls)]
     urls += [(role, url) for role, services in run.metrics_urls.items() for url in services]
     for role, url in urls:
-        address = url.split("://", 1)[1].split("/", 1)[0]
-        host, _, port = address.rpartition(":")
+        address = urlsplit(url)
         try:
-            reason = await asyncio.wait_for(http_reason(host.strip("[]"), int(port)), 5.0)
-        except (OSError, EOFError, ValueError, TimeoutError):
+            reason = await http_reason(url)
+        except OSError:
             reason = "does not answer"
         if reason:
-            wrong.append(f"{role} at {address}: {reason}")
+            wrong.append(f"{role} at {address.netloc}: {reason}")
     return wrong
 
 

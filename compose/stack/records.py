@@ -1,4 +1,7 @@
-"""What operators ask the ledger, and the records of prices. Raises ComposeError where the ledger refuses."""
+"""What operators ask of a running stack: live queues, quarantine, the ledger's answers, and the records of prices.
+
+Tenants, keys and models are contracts.registry's. Raises ComposeError where the ledger refuses.
+"""
 
 from decimal import Decimal, InvalidOperation
 from typing import Protocol, TypeVar
@@ -8,8 +11,9 @@ import msgspec
 from compose.stack.data_dir import ComposeError
 from contracts import subjects, topology
 from contracts.bus import Bus
-from contracts.messages.attempts import DeadLetter
+from contracts.messages.attempts import DeadLetter, Quarantined
 from contracts.messages.base import Codec, Message
+from contracts.messages.queues import QueueAnswer
 from contracts.messages.records import Price
 from contracts.messages.usage import (
     ExplainAnswer,
@@ -33,6 +37,36 @@ TIMEOUT_S = 40.0
 
 _PRICE = Codec[Price](Price)
 _LETTER = Codec[DeadLetter](DeadLetter)
+_QUARANTINED = Codec[Quarantined](Quarantined)
+_QUEUE_ANSWER = Codec[QueueAnswer](QueueAnswer)
+
+
+# Queues and quarantine ----------------------------------------------------------------------------------
+
+
+async def queue(bus: Bus, model: str) -> QueueAnswer:
+    """Live queues of one model, from its scheduler."""
+    return _QUEUE_ANSWER.decode(await bus.request(subjects.queues(model), b"{}"))
+
+
+async def quarantined(bus: Bus, request_id: str = "*") -> list[Quarantined]:
+    """Requests in quarantine, oldest first; all of them, or the one."""
+    subject = _quarantine_subject(request_id)
+    return [_QUARANTINED.decode(message.data) async for message in bus.jetstream.read(topology.QUARANTINE, subject)]
+
+
+async def drop_quarantined(bus: Bus, request_id: str) -> bool:
+    """Forget one; False when it is not there."""
+    return await bus.jetstream.purge(topology.QUARANTINE, _quarantine_subject(request_id)) > 0
+
+
+def _quarantine_subject(request_id: str) -> str:
+    """Over all models; ``*`` for every request."""
+    token = request_id if request_id == "*" else subjects.encode(check_name("request id", request_id))
+    return f"quarantine.v1.*.{token}"
+
+
+# Usage --------------------------------------------------------------------------------------------------
 
 
 class _Answer(Protocol):

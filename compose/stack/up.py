@@ -1,7 +1,7 @@
 """``headrace up``: the whole system on one machine, kept up until it is told to stop.
 
 Decides what runs with which settings; compose.stack.processes keeps it running. Order: NATS, topology and records,
-then all services at once; ``run.json`` once a request would be served. Topology and records are entered again in
+then all services at once; ``run.json`` once a request would be served. Topology and records are entered once more in
 each later life of NATS, which may have lost its store.
 """
 
@@ -14,19 +14,22 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from compose.stack import admin, nats_config
+from compose.stack import nats_config
 from compose.stack.data_dir import (
     ROLES,
     ComposeError,
     DataDir,
-    Engine,
     Options,
     Role,
     Run,
     Secrets,
+    read_pepper,
     write_private,
 )
-from compose.stack.processes import Child, Ports, Probe, Spec, Supervisor, http_reason, nats_reason, nats_server
+from compose.stack.manifest import make_manifest
+from compose.stack.ports import Ports
+from compose.stack.probes import http_reason, nats_reason
+from compose.stack.processes import Child, Probe, Spec, Supervisor
 from compose.stack.terminal import Terminal, quiet_logs
 from contracts import registry, topology
 from contracts.bus import Bus, BusError
@@ -42,10 +45,6 @@ GRACE_S: dict[Role, float] = {"gateway": 35.0, "worker": 35.0, "scheduler": 5.0,
 DEMO_TENANT = "demo"
 SQL_USER = "analyst"
 ADMIN_TENANT = "admin"
-SIMULATED_MODEL = "simulated"
-SIMULATED_VERSION = "sim-1"
-OUTPUT_TOKENS = {"simulated": 16, "vllm": 512}
-"""Output limit of a request that states none."""
 _OMP_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 """Cores of a vLLM worker: one each, measured better than sharing them; the environment may say otherwise."""
 LOG_BYTES_KEPT = 64 * 2**20
@@ -219,7 +218,7 @@ class Stack:
             await bus.close()
 
     async def _keep_first_keys(self, bus: Bus) -> None:
-        pepper = admin.read_pepper(self._directory.pepper)
+        pepper = read_pepper(self._directory.pepper)
         for tenant, secret, is_admin in (
             (DEMO_TENANT, self._secrets.key, False),
             (ADMIN_TENANT, self._secrets.admin_key, True),
@@ -249,11 +248,11 @@ class Stack:
     # Processes ---------------------------------------------------------------------------------------------
 
     def _add_nats(self) -> Child:
-        binary = nats_server()
+        binary = nats_config.nats_server()
         port = self._ports.free()
         self._nats = f"127.0.0.1:{port}"
         configuration = self._directory.nats / "nats.conf"
-        write_nats_configuration(configuration, self._nats, self._directory.nats / "store", self._secrets)
+        nats_config.write_server(configuration, self._nats, self._directory.nats / "store", self._secrets)
         return self._add("nats", 0, [binary, "-c", str(configuration)], {}, lambda: nats_reason("127.0.0.1", port))
 
     def _add_worker(self, index: int, manifest: Manifest) -> None:
@@ -284,7 +283,7 @@ class Stack:
                 "HEADRACE_TLS_CERT_FILE": self._options.tls_cert,
                 "HEADRACE_TLS_KEY_FILE": self._options.tls_key,
             },
-            lambda: http_reason("127.0.0.1", port, tls=bool(self._options.tls_cert)),
+            lambda: http_reason(f"{self._scheme}://127.0.0.1:{port}"),
         )
 
     def _sql_endpoint(self) -> dict[str, str]:
@@ -301,7 +300,8 @@ class Stack:
 
     def _add_service(self, role: Role, index: int, settings: dict[str, str], probe: Probe | None = None) -> None:
         metrics_port = self._ports.free()
-        self._metrics.setdefault(role, []).append(f"http://127.0.0.1:{metrics_port}/metrics")
+        address = f"http://127.0.0.1:{metrics_port}"
+        self._metrics.setdefault(role, []).append(f"{address}/metrics")
         settings = settings | {
             "HEADRACE_NATS_URL": self._nats_url(role),
             "HEADRACE_LOG_FORMAT": "json",
@@ -309,7 +309,7 @@ class Stack:
             "HEADRACE_METRICS_PORT": str(metrics_port),
         }
         command = [sys.executable, "-P", "-m", role]
-        self._add(role, index, command, settings, probe or (lambda: http_reason("127.0.0.1", metrics_port)))
+        self._add(role, index, command, settings, probe or (lambda: http_reason(address)))
 
     def _add(self, role: Role, index: int, command: list[str], settings: dict[str, str], probe: Probe) -> Child:
         name = "nats" if role == "nats" else f"{role}-{index}"
@@ -382,53 +382,3 @@ class Stack:
             f"    -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n\n"
             f"Headrace is ready at {self._url}"
         )
-
-
-def write_nats_configuration(path: Path, listen: str, store: Path, secrets: Secrets) -> None:
-    """compose/deploy/nats.conf with its variables defined ahead of it, and the file of users that it includes."""
-    variables = {"LISTEN": listen, "STORE": str(store)}
-    nats_config.write(path.parent, secrets.nats_passwords, secrets.nats_tenants)
-    definitions = "".join(f"HEADRACE_NATS_{name}: {json.dumps(value)}\n" for name, value in variables.items())
-    write_private(path, definitions.encode() + (Path(__file__).parents[1] / "deploy" / "nats.conf").read_bytes())
-
-
-def default_model(engine: Engine) -> str:
-    """The model that is served when none is named."""
-    if engine == "simulated":
-        return SIMULATED_MODEL
-    from compose.stack import models
-
-    return models.DEFAULT_MODEL
-
-
-def make_manifest(engine: Engine, name: str, sim_context: int) -> Manifest:
-    """The manifest of a model; its files are prepared, with progress on the terminal, where it has any."""
-    created_at_ms = time.time_ns() // 1_000_000
-    if engine == "simulated":
-        return Manifest(
-            name=registry.check_name("model name", name),
-            version=SIMULATED_VERSION,
-            engine="simulated",
-            context=sim_context,
-            default_output_tokens=OUTPUT_TOKENS["simulated"],
-            created_at_ms=created_at_ms,
-        )
-    from compose.stack import models
-
-    try:
-        with models.console_progress() as progress:
-            prepared = models.prepare(name, progress=progress)
-    except models.ModelError as error:
-        raise ComposeError(str(error)) from error
-    return Manifest(
-        name=registry.check_name("model name", prepared.name),
-        version=prepared.version,
-        engine="vllm",
-        context=prepared.context,
-        endpoints=prepared.endpoints,
-        default_output_tokens=OUTPUT_TOKENS["vllm"],
-        artifacts=prepared.files,
-        path=str(prepared.path),
-        tokenizer_fingerprint=prepared.tokenizer_fingerprint,
-        created_at_ms=created_at_ms,
-    )

@@ -13,7 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from compose.stack import admin
+from compose.stack import records
 from contracts import topology
 from contracts.bus import Bus
 from contracts.messages.attempts import AttemptEvent
@@ -66,7 +66,7 @@ async def arrived(stack: Stack, requests: list[asyncio.Task[Any]]) -> None:
     try:
         async with asyncio.timeout(20):
             while True:
-                queue = await admin.queue(bus, "simulated")
+                queue = await records.queue(bus, "simulated")
                 if queue.running + queue.waiting >= len([request for request in requests if not request.done()]):
                     return
                 await asyncio.sleep(0.02)

@@ -4,9 +4,8 @@ import os
 import subprocess
 from pathlib import Path
 
+from compose.stack import nats_config
 from compose.stack.data_dir import Secrets
-from compose.stack.processes import nats_server
-from compose.stack.up import write_nats_configuration
 from contracts.permissions import ROLES
 from tests.support.polling import wait_until
 
@@ -17,12 +16,14 @@ def test_nats_takes_its_configuration_both_ways(tmp_path: Path) -> None:
     """Variables from the file (headrace up) and from the environment (containers), awkward passwords included."""
     password = "1e5"
     secrets = Secrets(key="k", admin_key="a", nats_passwords=dict.fromkeys(ROLES, password))
-    write_nats_configuration(tmp_path / "nats.conf", "127.0.0.1:-1", tmp_path / "a", secrets)
+    nats_config.write_server(tmp_path / "nats.conf", "127.0.0.1:-1", tmp_path / "a", secrets)
     variables = {"HEADRACE_NATS_LISTEN": "127.0.0.1:-1", "HEADRACE_NATS_STORE": str(tmp_path / "b")}
     variables |= {f"HEADRACE_NATS_PASSWORD_{role.upper()}": f'"{password}"' for role in ROLES}
     for number, (path, environment) in enumerate(((tmp_path / "nats.conf", {}), (COMPOSE / "nats.conf", variables))):
         log = tmp_path / f"{number}.log"
-        process = subprocess.Popen([nats_server(), "-c", str(path), "-l", str(log)], env=dict(os.environ) | environment)
+        process = subprocess.Popen(
+            [nats_config.nats_server(), "-c", str(path), "-l", str(log)], env=dict(os.environ) | environment
+        )
         try:
             wait_until(lambda log=log: log.exists() and "Server is ready" in log.read_text(), "the server is ready")
         finally:

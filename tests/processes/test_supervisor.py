@@ -13,7 +13,8 @@ import pytest
 
 from compose.stack import processes
 from compose.stack.data_dir import ComposeError, Role
-from compose.stack.processes import Child, Ports, Restarts, Spec, Supervisor
+from compose.stack.ports import Ports
+from compose.stack.processes import Child, Restarts, Spec, Supervisor
 from tests.support.polling import until
 
 

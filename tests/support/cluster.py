@@ -21,10 +21,10 @@ import httpx
 import msgspec
 import pytest
 
-from compose.stack import admin
-from compose.stack.data_dir import DataDir, Secrets
+from compose.stack import nats_config, records
+from compose.stack.data_dir import DataDir, Secrets, read_pepper
+from compose.stack.manifest import make_manifest
 from compose.stack.processes import die_with
-from compose.stack.up import make_manifest, write_nats_configuration
 from contracts import ids, registry, subjects, topology
 from contracts.bus import Bus, BusError
 from contracts.messages.attempts import AttemptEvent
@@ -52,7 +52,7 @@ class OurNats(NatsServer):
     def __init__(self, binary: str, directory: Path, secrets: Secrets) -> None:
         super().__init__(binary, directory)
         configuration = directory / "nats.conf"
-        write_nats_configuration(configuration, self.url.removeprefix("nats://"), self._store, secrets)
+        nats_config.write_server(configuration, self.url.removeprefix("nats://"), self._store, secrets)
         self._command = [binary, "-c", str(configuration), "-l", str(self._log)]
 
 
@@ -263,7 +263,7 @@ class Cluster:
             await topology.ensure(bus)
             await registry.put_manifest(bus, make_manifest("simulated", MODEL, 1_048_576))
             await registry.create_tenant(bus, TenantRecord(name=TENANT))
-            await registry.keep_key(bus, admin.read_pepper(self.data.pepper), self.key, TENANT, admin=False)
+            await registry.keep_key(bus, read_pepper(self.data.pepper), self.key, TENANT, admin=False)
 
     # What is on the bus --------------------------------------------------------------------------------------
 
@@ -323,7 +323,7 @@ class Cluster:
         """The scheduler's own view; None when nobody owns the model."""
         async with self.bus() as bus:
             try:
-                return await admin.queue(bus, MODEL)
+                return await records.queue(bus, MODEL)
             except BusError:
                 return None
 

@@ -1,0 +1,50 @@
+"""What usage and latency are asked for: dimensions, a range of time, a tenant."""
+
+import time
+from typing import Annotated, Any, get_args
+
+import typer
+
+from contracts import clock
+
+
+def by_option(dimension: Any, default: str) -> Any:
+    """An option that may be repeated, of the values of ``dimension``, a Literal of contracts.messages.usage."""
+    known = get_args(dimension)
+
+    def parse(text: str) -> str:
+        if text not in known:
+            raise typer.BadParameter(f"{text!r} is not one of {', '.join(known)}")
+        return text
+
+    return typer.Option("--by", parser=parse, metavar="|".join(known), help="May be repeated.", show_default=default)
+
+
+def _instant(text: str) -> int:
+    try:
+        return clock.parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+TenantOption = Annotated[str | None, typer.Option(help="Only this tenant.")]
+FromOption = Annotated[
+    int | None,
+    typer.Option(
+        "--from", parser=_instant, metavar="TIME", help="First instant, UTC day or RFC 3339; default: this month."
+    ),
+]
+ToOption = Annotated[
+    int | None, typer.Option("--to", parser=_instant, metavar="TIME", help="First instant that is left out.")
+]
+
+
+def month_or_range(start: int | None, end: int | None) -> tuple[int, int]:
+    """The current UTC month where nothing is said; with one end alone, the rest of that end's month."""
+    at_ms = time.time_ns() // 1_000_000
+    around = start if start is not None else end - 1 if end is not None else at_ms
+    month = clock.month_around(around)
+    found = (month[0] if start is None else start, month[1] if end is None else end)
+    if found[0] >= found[1]:
+        raise typer.BadParameter("the range is empty or reversed: --to is the first instant that is left out")
+    return found

@@ -1,0 +1,78 @@
+"""``headrace model``: models in the registry."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from compose.cli.common import DataDirOption, JsonOption, names, on_bus, show, table
+from compose.stack.data_dir import Engine, Target
+
+if TYPE_CHECKING:
+    from contracts.bus import Bus
+
+app = typer.Typer(no_args_is_help=True, help="Models in the registry.")
+
+
+@app.command("list")
+def model_list(data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
+    """Models in the registry."""
+    from contracts import registry
+
+    manifests = on_bus(data_dir, lambda bus, _: registry.models(bus))
+    rows = [(each.name, each.version, each.engine, each.context, each.default_output_tokens) for each in manifests]
+    show(manifests, table(("name", "version", "engine", "context", "default_output"), rows), as_json=as_json)
+
+
+@app.command("add")
+def model_add(
+    name: Annotated[str | None, typer.Argument(help="Known name, or path of a Hugging Face model.")] = None,
+    engine: Annotated[Engine, typer.Option(help="Engine of the model's workers.")] = "vllm",
+    sim_context: Annotated[int, typer.Option(min=1)] = 1_048_576,
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Prepare a model's files here and enter it into the registry; also makes the bus ready for services."""
+    from compose.stack.manifest import default_model, make_manifest
+    from contracts import registry, topology
+
+    manifest = make_manifest(engine, name or default_model(engine), sim_context)
+
+    async def enter(bus: "Bus", _: Target) -> None:
+        for line in await topology.ensure(bus):
+            print(f"note: {line}", file=sys.stderr)
+        await registry.put_manifest(bus, manifest)
+
+    on_bus(data_dir, enter)
+    show(manifest, f"model {manifest.name} {manifest.version}", as_json=as_json)
+
+
+@app.command("limits")
+def model_limits(
+    name: str,
+    queued_requests: Annotated[int | None, typer.Option(min=0)] = None,
+    queued_tokens: Annotated[int | None, typer.Option(min=0)] = None,
+    tenant_queued_requests: Annotated[int | None, typer.Option(min=0, help="One tenant's share.")] = None,
+    tenant_queued_tokens: Annotated[int | None, typer.Option(min=0, help="One tenant's share.")] = None,
+    kv_overbooking: Annotated[float | None, typer.Option(help="Reserved KV tokens over real ones.")] = None,
+    fallbacks: Annotated[str | None, typer.Option(help="Models to go to when overloaded; 'none' for none.")] = None,
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show or change the bounds of a model's queue and its fallbacks."""
+    from contracts import registry
+
+    given = {
+        "queued_requests": queued_requests,
+        "queued_tokens": queued_tokens,
+        "tenant_queued_requests": tenant_queued_requests,
+        "tenant_queued_tokens": tenant_queued_tokens,
+        "kv_overbooking": kv_overbooking,
+    }
+    limits = {field: value for field, value in given.items() if value is not None}
+    others = None if fallbacks is None else [] if fallbacks == "none" else names(fallbacks)
+    manifest = on_bus(data_dir, lambda bus, _: registry.change_model(bus, name, limits=limits, fallbacks=others))
+    lines = [f"{field:24}{getattr(manifest.limits, field):g}" for field in given]
+    lines.append(f"{'fallbacks':24}{', '.join(manifest.fallbacks) or '-'}")
+    kept = {"name": manifest.name, "limits": manifest.limits, "fallbacks": manifest.fallbacks}
+    show(kept, "\n".join(lines), as_json=as_json)
