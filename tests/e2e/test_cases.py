@@ -450,7 +450,7 @@ async def test_e08_many_prompts_in_one_body_run_beside_others(start_stack: Start
         large = asyncio.create_task(client.post("/v1/completions", json=many))
         await arrived(stack, [large])
         bus = await Bus.connect(stack.run.nats_url, name="test")
-        assert (await admin.queue(bus, "simulated")).reserved_tokens == 58_000
+        assert (await records.queue(bus, "simulated")).reserved_tokens == 58_000
         await bus.close()
         for _ in range(3):
             assert (await client.post(CHAT, json=chat(max_tokens=1))).status_code == 200
