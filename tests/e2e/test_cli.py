@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.stack import Stack, StartStack, headrace, until
+from tests.support.polling import wait_until
+from tests.support.stack import Stack, StartStack, headrace
 
 TOMORROW = (datetime.now(UTC) + timedelta(days=1)).date().isoformat()
 
@@ -64,7 +65,7 @@ def test_models_and_prices_are_entered_and_listed(start_stack: StartStack) -> No
     assert (made["name"], made["engine"], made["context"]) == ("added", "simulated", 4096)
     assert "added" in [each["name"] for each in stack.cli_json("model", "list")]
     with stack.client() as client:
-        until(lambda: "added" in [each["id"] for each in client.get("/v1/models").json()["data"]], "it is listed")
+        wait_until(lambda: "added" in [each["id"] for each in client.get("/v1/models").json()["data"]], "it is listed")
     _prices_are_listed_as_they_were_set(stack)
 
 
