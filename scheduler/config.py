@@ -1,6 +1,4 @@
-"""Configuration of the scheduler process, and the numbers of its core."""
-
-import msgspec
+"""Configuration of the scheduler process; the numbers of its core are in ``core.settings``."""
 
 from contracts.service.config import ServiceConfig
 
@@ -26,22 +24,3 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         if self.lost_after_s < 2 * self.tick_s:
             wrong.append("HEADRACE_LOST_AFTER_S must be at least two ticks (HEADRACE_TICK_S)")
         return wrong
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of the core. All spans are milliseconds."""
-
-    publish_within_ms: int = 10_000
-    """From admission until REQUESTS must hold the request: twice the gateway's publish time limit."""
-    lapse_margin_ms: int = 2_000
-    """A reservation lapses this long after publish_by, so that a message stored in time is never refused."""
-    lost_ticks: int = 6
-    """Own ticks (500 ms apart) of silence until a worker or stream owner is lost: 3 s (DESIGN.md section 7)."""
-    cancel_repeat_ms: int = 1_000
-    ageing_ms: int = 30_000
-    """A batch request that waited this long stands with the interactive ones: half the default deadline."""
-    unheld_ms: int = 15_000
-    """An attempt in WORK that its worker, heard and ready, does not hold for this long is withdrawn and given anew.
-    It happens only when something was lost on the way; a worker pulls within milliseconds."""
-    patience_ms: int = 5_000
-    """How long a request that fits no worker may be passed by smaller ones."""

@@ -30,10 +30,10 @@ from contracts.messages.control import (
 from contracts.messages.frames import ReplyMessage
 from contracts.messages.records import Manifest, TenantRecord
 from contracts.messages.request import RequestEnvelope, WorkItem
-from scheduler.config import SchedulerConfig, Settings
-from scheduler.core import events as ev
-from scheduler.core import views
+from scheduler.config import SchedulerConfig
+from scheduler.core import events, views
 from scheduler.core.core import Core
+from scheduler.core.settings import Settings
 from scheduler.lease import Lease
 from scheduler.metrics import Collector
 
@@ -81,7 +81,7 @@ class Term:
         self._config = config
         self._lease = lease
         self._observer = f"{subjects.encode(model)}-{ids.incarnation('s')}"
-        settings = Settings(lost_ticks=round(config.lost_after_s / config.tick_s))
+        settings = Settings(lost_after_beats=round(config.lost_after_s / config.tick_s))
         self.core = Core(
             model=model,
             owner=self._observer,
@@ -139,7 +139,7 @@ class Term:
         except* (BusError, TimeoutError) as group:
             raise BusError(f"a loop of the term failed: {group.exceptions[0]!r}") from group
 
-    def feed(self, event: ev.Event) -> None:
+    def feed(self, event: events.Event) -> None:
         """Step the core and start its effects; a deposed owner does neither."""
         if self._over or self._failed.done():
             return
@@ -165,7 +165,7 @@ class Term:
     async def _recover(self, stack: AsyncExitStack) -> bool:
         """Read what the streams hold; gives whether there was nothing at all."""
         await stack.enter_async_context(_closing(await self._bus.subscribe(subjects.HEARTBEATS, self._on_heartbeat)))
-        work: list[ev.WorkFound] = []
+        work: list[events.WorkFound] = []
         oldest: list[int] = []
         async for message in self._bus.jetstream.read(topology.WORK, subjects.work_of(self.model)):
             oldest.append(message.stored_at_ms)
@@ -228,14 +228,14 @@ class Term:
                 await asyncio.sleep(LOOK_EVERY_S)
             await self._read_work()  # What the owner before us stored while it did not know better.
             await self._catch_up()  # What left WORK meanwhile has ended.
-        self.feed(ev.Recovered())
+        self.feed(events.Recovered())
 
     async def _read_work(self) -> None:
         async for message in self._bus.jetstream.read(topology.WORK, subjects.work_of(self.model)):
             if (event := self._work_found(message)) is not None:
                 self.feed(event)
 
-    def _work_found(self, message: Incoming) -> ev.WorkFound | None:
+    def _work_found(self, message: Incoming) -> events.WorkFound | None:
         """What WORK holds, without its body; None when it cannot be read, and then it is dropped."""
         try:
             item = WORK_ITEM.decode(message.data)
@@ -244,7 +244,7 @@ class Term:
             self._spawn(self._drop(topology.WORK, message.stream_seq))
             return None
         request = msgspec.structs.replace(item.request, body=NOTHING)
-        return ev.WorkFound(msgspec.structs.replace(item, request=request), message.stream_seq)
+        return events.WorkFound(msgspec.structs.replace(item, request=request), message.stream_seq)
 
     async def _sweep(self) -> None:
         while True:
@@ -272,15 +272,15 @@ class Term:
 
     def _on_admission(self, message: Incoming) -> None:
         if self._lease.held:
-            self.feed(ev.AdmissionAsked(ADMISSION.decode(message.data), message))
+            self.feed(events.AdmissionAsked(ADMISSION.decode(message.data), message))
 
     def _on_cancel(self, message: Incoming) -> None:
         tenant = subjects.tenant_of_last_token(message.subject)
-        self.feed(ev.CancelAsked(tenant, CANCEL.decode(message.data), message))
+        self.feed(events.CancelAsked(tenant, CANCEL.decode(message.data), message))
 
     def _on_status(self, message: Incoming) -> None:
         tenant = subjects.tenant_of_last_token(message.subject)
-        self.feed(ev.StatusAsked(tenant, STATUS.decode(message.data).request_id, message))
+        self.feed(events.StatusAsked(tenant, STATUS.decode(message.data).request_id, message))
 
     def _on_queues(self, message: Incoming) -> None:
         self._spawn(message.respond(ENCODER.encode(views.queues(self.core, now_ms()))))
@@ -298,7 +298,7 @@ class Term:
             self._requests_bytes += len(message.data)
             self._requests[message.stream_seq] = message
         bodiless = msgspec.structs.replace(envelope, body=NOTHING)
-        self.feed(ev.RequestStored(bodiless, message.stream_seq, message.stored_at_ms))
+        self.feed(events.RequestStored(bodiless, message.stream_seq, message.stored_at_ms))
 
     def _on_attempt(self, message: Incoming) -> None:
         self._last_attempt_seq = max(self._last_attempt_seq, message.stream_seq)
@@ -307,19 +307,19 @@ class Term:
         except msgspec.MsgspecError as error:
             log.error("attempt_undecodable", subject=message.subject, seq=message.stream_seq, reason=str(error))
             return
-        self.feed(ev.TerminalStored(event))
+        self.feed(events.TerminalStored(event))
 
     def _on_heartbeat(self, message: Incoming) -> None:
         parts = message.subject.split(".")
         if parts[2] == "worker":
             if parts[3] == subjects.encode(self.model):
-                self.feed(ev.WorkerSeen(WORKER_BEAT.decode(message.data)))
+                self.feed(events.WorkerSeen(WORKER_BEAT.decode(message.data)))
         elif parts[2] == "stream-owner":
             owner = message.subject.removeprefix(subjects.STREAM_OWNER_HEARTBEATS)
             beat = STREAM_OWNER_BEAT.decode(message.data)
-            self.feed(ev.HolderSeen(msgspec.structs.replace(beat, stream_owner=owner)))
+            self.feed(events.StreamOwnerSeen(msgspec.structs.replace(beat, stream_owner=owner)))
         elif message.subject == subjects.loopback_heartbeat(self._observer):
-            self.feed(ev.OwnTickSeen())
+            self.feed(events.LoopbackSeen())
 
     async def _tick(self) -> None:
         number = 0
@@ -337,29 +337,29 @@ class Term:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            self.feed(ev.TimePassed())
+            self.feed(events.TimePassed())
 
     # -- what is done ------------------------------------------------------------------------------------
 
-    def _perform(self, effect: ev.Effect) -> None:
+    def _perform(self, effect: events.Effect) -> None:
         match effect:
-            case ev.AnswerAdmission(handle, answer) | ev.AnswerCancel(handle, answer):
+            case events.AnswerAdmission(handle, answer) | events.AnswerCancel(handle, answer):
                 self._spawn(handle.respond(ENCODER.encode(answer)))
-            case ev.AnswerStatus(handle, answer):
+            case events.AnswerStatus(handle, answer):
                 self._spawn(handle.respond(ENCODER.encode(answer)))
-            case ev.StoreWork():
+            case events.StoreWork():
                 self._spawn(self._store_work(effect))
-            case ev.StoreTerminal(event):
+            case events.StoreTerminal(event):
                 self._spawn(self._store_terminal(event))
-            case ev.AckRequest(seq):
+            case events.AckRequest(seq):
                 self._spawn(self._ack_request(seq))
-            case ev.DeleteWork(seq):
+            case events.DeleteWork(seq):
                 self._spawn(self._drop(topology.WORK, seq))
-            case ev.Quarantine():
+            case events.Quarantine():
                 self._spawn(self._quarantine(effect))
-            case ev.SendControl(worker, order):
+            case events.SendControl(worker, order):
                 self._spawn(self._send_control(worker, order))
-            case ev.SendFrame(subject, frame):
+            case events.SendFrame(subject, frame):
                 message = ReplyMessage(epoch=self.core.epoch, frames=[frame])
                 self._spawn(self._bus.publish(subject, ENCODER.encode(message)))
             case _:
@@ -378,8 +378,8 @@ class Term:
         except Exception as error:
             self._fail(error)
 
-    async def _store_work(self, effect: ev.StoreWork) -> None:
-        refused = ev.WorkRefused(effect.request_id, effect.attempt)
+    async def _store_work(self, effect: events.StoreWork) -> None:
+        refused = events.WorkRefused(effect.request_id, effect.attempt)
         try:
             body = await self._body(effect)
         except BusError:
@@ -389,7 +389,7 @@ class Term:
         if request is None or not self._lease.held:
             return
         if body is None:
-            self.feed(ev.WorkRefused(effect.request_id, effect.attempt, body_missing=True))
+            self.feed(events.WorkRefused(effect.request_id, effect.attempt, body_missing=True))
             return
         item = WorkItem(
             epoch=self.core.epoch,
@@ -409,9 +409,9 @@ class Term:
             log.warning("work_not_stored", request_id=effect.request_id, attempt=effect.attempt, reason=str(error))
             self.feed(refused)
             return
-        self.feed(ev.WorkStored(effect.request_id, effect.attempt, stored.seq))
+        self.feed(events.WorkStored(effect.request_id, effect.attempt, stored.seq))
 
-    async def _quarantine(self, effect: ev.Quarantine) -> None:
+    async def _quarantine(self, effect: events.Quarantine) -> None:
         """Best effort: one that cannot be kept is removed all the same, since nobody may run it again."""
         envelope = effect.envelope
         try:
@@ -429,7 +429,7 @@ class Term:
         if effect.work_seq:
             await self._drop(topology.WORK, effect.work_seq)
 
-    async def _body(self, effect: ev.StoreWork | ev.Quarantine) -> msgspec.Raw | None:
+    async def _body(self, effect: events.StoreWork | events.Quarantine) -> msgspec.Raw | None:
         if effect.request_seq:
             message = self._requests.get(effect.request_seq)
             if message is None:
@@ -505,7 +505,7 @@ class Term:
         except (BusError, msgspec.MsgspecError) as error:
             log.debug("worker_did_not_answer", worker=worker, reason=str(error))
         if isinstance(order, CancelAttempt):
-            self.feed(ev.ControlAnswered(order.request_id, order.attempt, answer))
+            self.feed(events.ControlAnswered(order.request_id, order.attempt, answer))
 
 
 class Scheduler:
@@ -516,7 +516,7 @@ class Scheduler:
         self._config = config
         self._manifests: dict[str, Manifest] = {}
         self._tenants: dict[str, TenantRecord] = {}
-        self._budgets: dict[str, ev.BudgetSeen] = {}
+        self._budgets: dict[str, events.BudgetSeen] = {}
         self._terms: dict[str, Term] = {}
         self._candidates: dict[str, asyncio.Task[None]] = {}
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -579,7 +579,7 @@ class Scheduler:
     async def _own(self, model: str, lease: Lease) -> None:
         term = Term(self._bus, self._config, model, self._manifests[model], lease)
         for name, record in self._tenants.items():
-            term.feed(ev.TenantChanged(name, record))
+            term.feed(events.TenantChanged(name, record))
         for seen in self._budgets.values():
             term.feed(seen)
         self._terms[model] = term
@@ -593,7 +593,7 @@ class Scheduler:
         manifest = MANIFEST.decode(entry.value)
         self._manifests[manifest.name] = manifest
         if (term := self._terms.get(manifest.name)) is not None:
-            term.feed(ev.ManifestChanged(manifest))
+            term.feed(events.ManifestChanged(manifest))
         if manifest.name not in self._candidates:
             self._candidates[manifest.name] = asyncio.create_task(self._stand(manifest.name))
 
@@ -605,13 +605,13 @@ class Scheduler:
         else:
             self._tenants[name] = record
         for term in self._terms.values():
-            term.feed(ev.TenantChanged(name, record))
+            term.feed(events.TenantChanged(name, record))
 
     def _on_budget(self, key: str, entry: KvEntry | None) -> None:
         if entry is None:
             return
         usage = msgspec.json.decode(entry.value)
-        seen = ev.BudgetSeen(subjects.decode(key), usage["month"], usage["tokens"])
+        seen = events.BudgetSeen(subjects.decode(key), usage["month"], usage["tokens"])
         self._budgets[seen.tenant] = seen
         for term in self._terms.values():
             term.feed(seen)

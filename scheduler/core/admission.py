@@ -1,7 +1,7 @@
 """Whether a request is admitted: the tenant's limits, its budget, the pool's queue and the predicted wait, in one step.
 
-Checking charges nothing; a reservation is made only when all of it fits (DESIGN.md section 5). What waits is counted
-here because the bounds of the queue are.
+Checking charges nothing; a request is charged only when all of it fits. What waits is counted here because the queue's
+bounds are. Which requests exist, and in what order they run, others decide.
 """
 
 from datetime import UTC, datetime
@@ -13,20 +13,18 @@ from contracts.tokens import Cost, reserved
 from scheduler.core.fair_queue import FairQueue
 from scheduler.core.quotas import Quota, seconds
 from scheduler.core.request import Request
-from scheduler.core.retry_slots import Bookings
-from scheduler.core.throughput import Drain
+from scheduler.core.retry_reservations import RetryReservations
+from scheduler.core.throughput import ThroughputEstimate
 
 DEADLINE_MS_MAX = 3_600_000
 """Longest first-token deadline that a caller may ask for; longer ones are cut to it."""
 RETRY_AFTER_S_MAX = 60
 """A full queue is worth another look within a minute whatever the estimate says."""
-
-
 PREDICTION_MARGIN = 1.1
 """A predicted wait is taken this much longer: work ends in lumps, and the estimate is a mean."""
 
 
-class Admission:
+class AdmissionControl:
     """Quotas, budgets and queue bounds of one model."""
 
     def __init__(self, manifest: Manifest, queue: FairQueue, now_ms: int) -> None:
@@ -35,11 +33,13 @@ class Admission:
         self.budgets: dict[str, tuple[str, int]] = {}
         """Tenant -> (UTC month as YYYY-MM, tokens used in it)."""
         self.quotas: dict[str, Quota] = {}
-        self.drain = Drain(now_ms)
-        self.bookings = Bookings()
+        self.throughput = ThroughputEstimate(now_ms)
+        self.retry_reservations = RetryReservations()
         self.waiting = 0
+        """Admitted requests that no worker has, and the tokens that they reserve."""
         self.waiting_tokens = 0
         self.reserved_tokens = 0
+        """Of all open requests."""
         self._queue = queue
 
     def tenant(self, name: str) -> TenantRecord:
@@ -47,6 +47,7 @@ class Admission:
         return self.tenants.get(name) or TenantRecord(name=name)
 
     def set_tenant(self, name: str, record: TenantRecord | None, now_ms: int) -> None:
+        """The registry's record has changed, or is deleted (None)."""
         if record is None:
             self.tenants.pop(name, None)
             return
@@ -56,6 +57,7 @@ class Admission:
             quota.set_limits(self._limits_of(record), now_ms)
 
     def quota(self, tenant: str, now_ms: int) -> Quota:
+        """The tenant's buckets and counts; full and empty on first sight."""
         quota = self.quotas.get(tenant)
         if quota is None:
             quota = self.quotas[tenant] = Quota(self._limits_of(self.tenant(tenant)), now_ms)
@@ -77,7 +79,7 @@ class Admission:
                 "permission_denied", f"The tenant may not use priority {asked.priority}.", param="priority"
             )
         self._check_budget(tenant, now_ms)
-        quota.check(cost, now_ms, self.drain.turnover_ms(quota.open))
+        quota.check(cost, now_ms, self.throughput.turnover_ms(quota.open))
         wait_ms = 0
         if self.waiting or not has_room:
             wait_ms = self._predicted_wait_ms(tenant, quota, cost, now_ms)
@@ -85,36 +87,36 @@ class Admission:
         if wait_ms > deadline_ms:
             room_in_s = seconds(wait_ms - deadline_ms)
             if room_in_s <= RETRY_AFTER_S_MAX:  # the line is no longer than that, or its end would run away
-                self.bookings.book(tenant.name, cost, now_ms, room_in_s * 1000)
+                self.retry_reservations.add(tenant.name, cost, now_ms, room_in_s * 1000)
             raise HeadraceError(
                 "overloaded",
                 f"The first token is expected after {wait_ms} ms, later than the deadline of {deadline_ms} ms.",
                 retry_after_s=min(RETRY_AFTER_S_MAX, room_in_s),
             )
-        self.bookings.use(tenant.name, cost, now_ms)
+        self.retry_reservations.use(tenant.name, cost, now_ms)
         return deadline_ms
 
     def pass_time(self, now_ms: int) -> None:
-        self.drain.pass_time(now_ms, saturated=len(self._queue) > 0)
-        self.bookings.pass_time(now_ms)
+        """Measure what was worked off, and let retry reservations expire."""
+        self.throughput.pass_time(now_ms, saturated=len(self._queue) > 0)
+        self.retry_reservations.pass_time(now_ms)
 
     def reserve(self, request: Request, now_ms: int) -> None:
+        """Charge a request that was checked."""
         self.quota(request.tenant, now_ms).reserve(request.cost, now_ms)
-        self._enter(request, now_ms)
+        self.reserved_tokens += request.cost.total
 
-    def adopt(self, request: Request, now_ms: int, *, waits: bool) -> None:
-        """Count a request that an earlier owner admitted."""
+    def adopt(self, request: Request, now_ms: int) -> None:
+        """Charge a request that an earlier owner admitted."""
         self.quota(request.tenant, now_ms).adopt(request.cost, request.envelope.admitted_at_ms, now_ms)
-        self._enter(request, now_ms)
-        if not waits:
-            self.wait(request, -1, now_ms)
+        self.reserved_tokens += request.cost.total
 
     def settle(self, request: Request, used: Cost, now_ms: int, *, refund_request: bool = False) -> None:
-        """The request is over; it no longer waits."""
+        """Charge a request what it used instead of what it reserved; it no longer waits."""
         self.quota(request.tenant, now_ms).settle(request.cost, used, now_ms, refund_request=refund_request)
         self.reserved_tokens -= request.cost.total
 
-    def wait(self, request: Request, sign: int, now_ms: int) -> None:
+    def count_waiting(self, request: Request, sign: int, now_ms: int) -> None:
         """One more (1) or fewer (-1) request waits."""
         quota = self.quota(request.tenant, now_ms)
         tokens = sign * request.cost.total
@@ -122,10 +124,6 @@ class Admission:
         quota.waiting_tokens += tokens
         self.waiting += sign
         self.waiting_tokens += tokens
-
-    def _enter(self, request: Request, now_ms: int) -> None:
-        self.reserved_tokens += request.cost.total
-        self.wait(request, 1, now_ms)
 
     def _limits_of(self, record: TenantRecord) -> TenantLimits:
         return record.model_limits.get(self.manifest.name, record.limits)
@@ -140,7 +138,7 @@ class Admission:
             following = datetime(moment.year + moment.month // 12, moment.month % 12 + 1, 1, tzinfo=UTC)
             raise HeadraceError(
                 "insufficient_quota",
-                f"The monthly budget of {budget} tokens is used up; it starts anew on {following:%Y-%m-%d} UTC.",
+                f"The monthly budget of {budget} tokens is used up; it starts again on {following:%Y-%m-%d} UTC.",
                 retry_after_s=seconds(following.timestamp() * 1000 - now_ms),
             )
 
@@ -165,20 +163,20 @@ class Admission:
             )
 
     def _predicted_wait_ms(self, tenant: TenantRecord, quota: Quota, cost: Cost, now_ms: int) -> int:
-        """Expected time to dispatch: the work that goes first over the measured drain rate; 0 while that is unknown.
+        """Expected time to dispatch: the work that goes first over the estimated throughput; 0 while that is unknown.
 
-        The tenant's own queue drains at its share of the rate, once the others have caught up with what it was served
-        before them; nobody waits longer than for all that is queued. Who
-        was not told to come back by now stands behind those who were.
+        The tenant's own queue is worked off at its share of the throughput, once the others have caught up with what
+        it was served before them; nobody waits longer than for all that is queued. Who was not told to come back by
+        now waits behind those who were.
         """
         share = self._queue.shares.get(tenant.name)
         waits = share is not None and share.waiting > 0
         weights = self._queue.waiting_weight + (0.0 if waits else tenant.weight)
-        booked = own_booked = 0
-        if self.bookings.tokens and not self.bookings.due(tenant.name, cost, now_ms):
-            booked, own_booked = self.bookings.tokens, self.bookings.of(tenant.name)
-        total = self.waiting_tokens + booked + cost.total
-        own = (quota.waiting_tokens + own_booked + cost.total) / tenant.weight
+        retries = own_retries = 0
+        if self.retry_reservations.tokens and not self.retry_reservations.due(tenant.name, cost, now_ms):
+            retries, own_retries = self.retry_reservations.tokens, self.retry_reservations.of(tenant.name)
+        total = self.waiting_tokens + retries + cost.total
+        own = (quota.waiting_tokens + own_retries + cost.total) / tenant.weight
         fair = (own + self._queue.lead(tenant.name)) * weights
         running = self.reserved_tokens - self.waiting_tokens
-        return self.drain.wait_ms(PREDICTION_MARGIN * min(float(total), fair), running)
+        return self.throughput.wait_ms(PREDICTION_MARGIN * min(float(total), fair), running)

@@ -1,9 +1,8 @@
 """The scheduler's decisions for one model: what each event leads to.
 
-Pure: events and time in, effects out. A request's life is the table TRANSITIONS (``request``), its steps are in
-``lifecycle``; a pair that is not in the table is a bug and raises InvalidTransition with the request's recent
-history. The end of an attempt is what ATTEMPTS stored first, whoever wrote it (TerminalStored); the core asks for an
-end by StoreTerminal and acts on the winner only.
+Pure: events and time in, effects out. A request's states are the table of ``transitions``, its steps are in
+``lifecycle``. The end of an attempt is what ATTEMPTS stored first, whoever wrote it (TerminalStored); the core asks
+for an end by StoreTerminal and acts on the winner only.
 """
 
 import heapq
@@ -15,13 +14,12 @@ from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch
 from contracts.messages.control import Announce, CancelAnswer, Evict
 from contracts.messages.records import Manifest
-from contracts.tokens import Cost
-from scheduler.config import Settings
-from scheduler.core import events as ev
-from scheduler.core import outcomes, views
+from scheduler.core import events, outcomes, views
 from scheduler.core.lifecycle import Lifecycle, cancelled
-from scheduler.core.request import WAITING, WITH_WORKER, Request, State
+from scheduler.core.request import Request
+from scheduler.core.settings import Settings
 from scheduler.core.takeover import Takeover
+from scheduler.core.transitions import WAITING, WITH_WORKER, State, Trigger
 from scheduler.core.worker_pool import Worker
 
 WAITERS_MAX = 16
@@ -34,73 +32,70 @@ class Core(Lifecycle):
     def __init__(
         self, *, model: str, owner: str, epoch: Epoch, manifest: Manifest, settings: Settings, now_ms: int
     ) -> None:
-        super().__init__(epoch=epoch, manifest=manifest, settings=settings, now_ms=now_ms)
-        self.model = model
-        self.owner = owner
+        super().__init__(model=model, owner=owner, epoch=epoch, manifest=manifest, settings=settings, now_ms=now_ms)
         self.refusals: dict[str, int] = {}
         """Refused admissions by code, for metrics."""
         self.lost_workers = 0
         self._takeover = Takeover(self)
-        self._lapses: list[tuple[int, str]] = []
-        """A heap of (when the reservation lapses, request id)."""
+        self._expiries: list[tuple[int, str]] = []
+        """A heap of (when the reservation expires, request id) of all that was admitted."""
         self._handlers = self._table()
 
-    def _table(self) -> dict[type[ev.Event], Callable[..., None]]:
+    def _table(self) -> dict[type[events.Event], Callable[..., None]]:
         return {
-            ev.AdmissionAsked: self._admission_asked,
-            ev.RequestStored: self._request_stored,
-            ev.WorkFound: self._work_found,
-            ev.Recovered: self._recovered,
-            ev.WorkStored: self._work_stored,
-            ev.WorkRefused: self._work_refused,
-            ev.TerminalStored: self._terminal_stored,
-            ev.CancelAsked: self._cancel_asked,
-            ev.ControlAnswered: self._control_answered,
-            ev.StatusAsked: self._status_asked,
-            ev.WorkerSeen: self._worker_seen,
-            ev.HolderSeen: self._holder_seen,
-            ev.OwnTickSeen: self._own_tick_seen,
-            ev.TimePassed: self._time_passed,
-            ev.TenantChanged: self._tenant_changed,
-            ev.ManifestChanged: self._manifest_changed,
-            ev.BudgetSeen: self._budget_seen,
+            events.AdmissionAsked: self._admission_asked,
+            events.RequestStored: self._request_stored,
+            events.WorkFound: self._work_found,
+            events.Recovered: self._recovered,
+            events.WorkStored: self._work_stored,
+            events.WorkRefused: self._work_refused,
+            events.TerminalStored: self._terminal_stored,
+            events.CancelAsked: self._cancel_asked,
+            events.ControlAnswered: self._control_answered,
+            events.StatusAsked: self._status_asked,
+            events.WorkerSeen: self._worker_seen,
+            events.StreamOwnerSeen: self._stream_owner_seen,
+            events.LoopbackSeen: self._loopback_seen,
+            events.TimePassed: self._time_passed,
+            events.TenantChanged: self._tenant_changed,
+            events.ManifestChanged: self._manifest_changed,
+            events.BudgetSeen: self._budget_seen,
         }
 
-    def step(self, event: ev.Event, now_ms: int) -> list[ev.Effect]:
+    def step(self, event: events.Event, now_ms: int) -> list[events.Effect]:
         """Take in one event at ``now_ms`` (Unix ms, never going back); gives what is to be done, in order."""
-        self._now = max(self._now, now_ms)
-        self._effects = []
+        self.now_ms = max(self.now_ms, now_ms)
+        self.effects = []
         self._handlers[type(event)](event)
-        return self._effects
+        return self.effects
 
     # -- admission ---------------------------------------------------------------------------------------
 
-    def _admission_asked(self, event: ev.AdmissionAsked) -> None:
-        asked = event.request
+    def _admission_asked(self, event: events.AdmissionAsked) -> None:
+        asked = event.asked
         known = self.requests.get(asked.request_id)
         if known is not None and known.tenant == asked.tenant:
-            self.do(ev.AnswerAdmission(event.handle, self._admitted(known)))
+            self.do(events.AnswerAdmission(event.handle, self._admitted(known)))
             return
         try:
-            if known is not None or self.memory.ended(asked.request_id) is not None:
+            if known is not None or self.tombstones.ended(asked.request_id) is not None:
                 raise HeadraceError("conflict", "A request with this id is known already.")
-            if self.memory.cancelled(asked.request_id):
+            if self.tombstones.cancelled(asked.request_id):
                 raise HeadraceError("cancelled", "The request was cancelled.")
-            deadline_ms = self.admission.check(asked, self._now, has_room=self.pool.has_room())
+            deadline_ms = self.admission.check(asked, self.now_ms, has_room=self.pool.has_room())
         except HeadraceError as error:
             self.refusals[error.code] = self.refusals.get(error.code, 0) + 1
-            self.do(ev.AnswerAdmission(event.handle, self._refused(asked, error)))
+            self.do(events.AnswerAdmission(event.handle, self._refused(asked, error)))
             return
         request = Request.admitted(
             asked,
-            now_ms=self._now,
-            publish_by_ms=self._now + self.settings.publish_within_ms,
-            deadline_at_ms=self._now + deadline_ms,
+            now_ms=self.now_ms,
+            publish_by_ms=self.now_ms + self.settings.publish_within_ms,
+            deadline_at_ms=self.now_ms + deadline_ms,
         )
-        self.admission.reserve(request, self._now)
-        self.requests[request.id] = request
-        heapq.heappush(self._lapses, (self._lapses_at_ms(request), request.id))
-        self.do(ev.AnswerAdmission(event.handle, self._admitted(request)))
+        self.admit(request)
+        heapq.heappush(self._expiries, (self._expires_at_ms(request), request.id))
+        self.do(events.AnswerAdmission(event.handle, self._admitted(request)))
 
     def _admitted(self, request: Request) -> AdmissionAnswer:
         return AdmissionAnswer(
@@ -108,7 +103,7 @@ class Core(Lifecycle):
             epoch=self.epoch,
             publish_by_ms=request.envelope.publish_by_ms,
             deadline_at_ms=request.envelope.deadline_at_ms,
-            limits=self.admission.quota(request.tenant, self._now).rate_limits(self._now),
+            limits=self.admission.quota(request.tenant, self.now_ms).rate_limits(self.now_ms),
         )
 
     def _refused(self, asked: AdmissionRequest, error: HeadraceError) -> AdmissionAnswer:
@@ -119,46 +114,43 @@ class Core(Lifecycle):
             message=error.message,
             param=error.param,
             retry_after_s=error.retry_after_s,
-            limits=self.admission.quota(asked.tenant, self._now).rate_limits(self._now),
+            limits=self.admission.quota(asked.tenant, self.now_ms).rate_limits(self.now_ms),
         )
 
-    def _lapses_at_ms(self, request: Request) -> int:
-        return request.envelope.publish_by_ms + self.settings.lapse_margin_ms
+    def _expires_at_ms(self, request: Request) -> int:
+        return request.envelope.publish_by_ms + self.settings.expiry_margin_ms
 
     # -- what the streams hold ---------------------------------------------------------------------------
 
-    def _request_stored(self, event: ev.RequestStored) -> None:
+    def _request_stored(self, event: events.RequestStored) -> None:
         request = self.requests.get(event.envelope.request_id)
         if request is None:
-            self._takeover.request_found(event, self._now)
+            self._takeover.request_found(event)
         elif request.request_seq and request.request_seq != event.seq:
-            self.do(ev.AckRequest(event.seq))  # A second copy under the same id.
+            self.do(events.AckRequest(event.seq))  # A second copy under the same id.
         elif request.state is State.ADMITTED:
             self._arrived(request, event)
         elif request.state in WITH_WORKER and request.work_seq:
-            self.do(ev.AckRequest(event.seq))
+            self.do(events.AckRequest(event.seq))
         else:
             request.request_seq = event.seq  # Acknowledged when WORK has it or the end is stored.
 
-    def _arrived(self, request: Request, event: ev.RequestStored) -> None:
+    def _arrived(self, request: Request, event: events.RequestStored) -> None:
         request.stored(event.envelope, event.seq)
-        if event.stored_at_ms > self._lapses_at_ms(request):
+        if event.stored_at_ms > self._expires_at_ms(request):
             self.end_waiting(request, "expired", "deadline_exceeded", "The request reached the queue too late.")
-            return
-        self.advance(request, "stored")
-        self.hold(request)
-        self.enqueue(request)
-        self.dispatch()
+        else:
+            self.queue_up(request)
 
-    def _work_found(self, event: ev.WorkFound) -> None:
-        self._takeover.work_found(event.item, event.seq, self._now)
+    def _work_found(self, event: events.WorkFound) -> None:
+        self._takeover.work_found(event.item, event.seq)
 
-    def _recovered(self, event: ev.Recovered) -> None:
+    def _recovered(self, event: events.Recovered) -> None:
         self._takeover.finish()
 
     # -- what was asked of WORK and ATTEMPTS -------------------------------------------------------------
 
-    def awaits_work(self, effect: ev.StoreWork) -> Request | None:
+    def awaits_work(self, effect: events.StoreWork) -> Request | None:
         """The request of an effect that is still wanted; None when its attempt has ended meanwhile."""
         request = self.requests.get(effect.request_id)
         if request is None or request.attempt != effect.attempt or request.state is not State.DISPATCHING:
@@ -166,40 +158,38 @@ class Core(Lifecycle):
         return request
 
     def may_have_been_pulled(self, event: AttemptEvent) -> int:
-        """Sequence in WORK of a lost attempt that its worker, now lost, may have begun and not told of; else 0."""
+        """Sequence in WORK of a lost attempt that its worker, now lost, may have begun unseen; else 0."""
         request = self.requests.get(event.request_id)
-        if request is None or event.outcome != "lost" or event.attempt != request.attempt or request.was_held:
+        if request is None or event.outcome != "lost" or event.attempt != request.attempt or request.was_in_flight:
             return 0
         return request.work_seq if event.worker in self.pool.evicted else 0
 
-    def _work_stored(self, event: ev.WorkStored) -> None:
+    def _work_stored(self, event: events.WorkStored) -> None:
         request = self.requests.get(event.request_id)
         if request is None or request.attempt != event.attempt or request.state in WAITING:
-            self.do(ev.DeleteWork(event.seq))  # The attempt ended before its message was confirmed.
+            self.do(events.DeleteWork(event.seq))  # The attempt ended before its message was confirmed.
             return
         if request.work_seq and request.work_seq != event.seq:
-            self.do(ev.DeleteWork(request.work_seq))  # The attempt before this one.
+            self.do(events.DeleteWork(request.work_seq))  # The attempt before this one.
         request.work_seq = event.seq
-        if request.request_seq:
-            self.do(ev.AckRequest(request.request_seq))
-            request.request_seq = 0
+        self.ack_request(request)
         if request.state is not State.ENDING:
-            self.advance(request, "work_stored")
+            request.advance(Trigger.WORK_STORED, self.now_ms)
         if request.cancel_reason:
             self.send_cancel(request)
 
-    def _work_refused(self, event: ev.WorkRefused) -> None:
+    def _work_refused(self, event: events.WorkRefused) -> None:
         request = self.requests.get(event.request_id)
         if request is None or request.attempt != event.attempt or request.state is not State.DISPATCHING:
             return
         if event.body_missing:
-            self.end(request, "failed", "internal_error", "The request's body is gone.")
+            self.propose_end(request, "failed", "internal_error", "The request's body is gone.")
         else:
-            self.end(request, "lost", "worker_lost", "The attempt could not be handed to its worker.")
+            self.propose_end(request, "lost", "worker_lost", "The attempt could not be handed to its worker.")
 
-    def _terminal_stored(self, stored: ev.TerminalStored) -> None:
+    def _terminal_stored(self, stored: events.TerminalStored) -> None:
         event = stored.event
-        self._takeover.end_found(event, self._now)
+        self._takeover.end_found(event)
         request = self.requests.get(event.request_id)
         if request is None:
             return
@@ -219,148 +209,141 @@ class Core(Lifecycle):
             if outcomes.may_retry(request, event):
                 return
         self.leave_queue(request)
-        self.finish(request, event)
+        self.settle(request, event)
 
     # -- cancel and status -----------------------------------------------------------------------------
 
-    def _cancel_asked(self, event: ev.CancelAsked) -> None:
-        request_id = event.request.request_id
+    def _cancel_asked(self, event: events.CancelAsked) -> None:
+        request_id = event.asked.request_id
         request = self.requests.get(request_id)
         if request is not None and request.tenant == event.tenant:
             request.cancel_waiters = [*request.cancel_waiters[1 - WAITERS_MAX :], event.handle]
-            self.cancel(request, event.request.reason)
+            self.cancel(request, event.asked.reason)
             return
-        ended = self.memory.ended(request_id)
+        ended = self.tombstones.ended(request_id)
         if ended is not None and ended.event.tenant == event.tenant:
-            self.do(ev.AnswerCancel(event.handle, CancelAnswer(durable=True, outcome=ended.event.outcome)))
+            self.do(events.AnswerCancel(event.handle, CancelAnswer(durable=True, outcome=ended.event.outcome)))
             return
         if request is None and ended is None:
-            self.memory.add_cancelled(request_id, self._now)
-        self.do(ev.AnswerCancel(event.handle, CancelAnswer(durable=True)))
+            self.tombstones.add_cancelled(request_id, self.now_ms)
+        self.do(events.AnswerCancel(event.handle, CancelAnswer(durable=True)))
 
-    def _control_answered(self, event: ev.ControlAnswered) -> None:
-        """A worker that never held the attempt will not start it: the scheduler stores the end itself."""
+    def _control_answered(self, event: events.ControlAnswered) -> None:
+        """A worker that never had the attempt will not start it: the scheduler stores the end itself."""
         request = self.requests.get(event.request_id)
         if request is None or request.attempt != event.attempt or request.state not in WITH_WORKER:
             return
         if event.answer is not None and event.answer.status == "unknown" and request.cancel_reason:
-            self.end(request, "cancelled", "cancelled", cancelled(request))
+            self.propose_end(request, "cancelled", "cancelled", cancelled(request))
 
-    def _status_asked(self, event: ev.StatusAsked) -> None:
-        self.do(ev.AnswerStatus(event.handle, views.status(self, event.tenant, event.request_id)))
+    def _status_asked(self, event: events.StatusAsked) -> None:
+        self.do(events.AnswerStatus(event.handle, views.status(self, event.tenant, event.request_id)))
 
-    # -- workers and holders ---------------------------------------------------------------------------
+    # -- workers and stream owners -----------------------------------------------------------------------
 
-    def _worker_seen(self, event: ev.WorkerSeen) -> None:
+    def _worker_seen(self, event: events.WorkerSeen) -> None:
         beat = event.beat
         if beat.worker in self.pool.evicted:
-            self.do(ev.SendControl(beat.worker, Evict(epoch=self.epoch)))
+            self.do(events.SendControl(beat.worker, Evict(epoch=self.epoch)))
             return
-        worker, held = self.pool.seen(beat)
+        worker, in_flight = self.pool.seen(beat)
         if beat.epoch < self.epoch:
-            self.do(ev.SendControl(beat.worker, Announce(epoch=self.epoch)))
-        for progress in held:
+            self.do(events.SendControl(beat.worker, Announce(epoch=self.epoch)))
+        for progress in in_flight:
             request = self.requests.get(progress.request_id)
             if request is None or request.attempt != progress.attempt or request.worker != beat.worker:
                 continue
-            request.was_held = True
+            request.was_in_flight = True
             request.progress = progress
             if progress.completion_tokens > 0 and request.state in WITH_WORKER:
-                worker.suspects.discard(request.id)
+                worker.poison_candidates.discard(request.id)
                 if request.state is not State.RUNNING:
-                    self.advance(request, "progress")
+                    request.advance(Trigger.GENERATING, self.now_ms)
         if beat.epoch >= self.epoch:
             self._drop_unstarted(worker)
         self.dispatch()
 
     def _drop_unstarted(self, worker: Worker) -> None:
-        """A worker that knows this epoch starts no work of an earlier one: what it does not hold by now is void."""
+        """A worker that knows this epoch starts no work of an earlier one: what it does not have by now is void."""
         for request_id in worker.adopted:
             request = self.requests.get(request_id)
-            started = request_id in worker.held
+            started = request_id in worker.in_flight
             if request is not None and not started and request.adopted and request.state in WITH_WORKER:
-                self.end(request, "lost", "worker_lost", "The attempt of an earlier owner was not started.")
+                self.propose_end(request, "lost", "worker_lost", "The attempt of an earlier owner was not started.")
         worker.adopted.clear()
 
-    def _holder_seen(self, event: ev.HolderSeen) -> None:
-        self.holders.heard(event.beat.stream_owner, self.pool.tick)
+    def _stream_owner_seen(self, event: events.StreamOwnerSeen) -> None:
+        self.stream_owners.heard(event.beat.stream_owner, self.pool.beats)
         if event.beat.leaving:
-            self._holder_gone(event.beat.stream_owner)
+            self._stream_owner_lost(event.beat.stream_owner)
 
-    def _holder_gone(self, holder: str) -> None:
-        for request_id in self.holders.leave(holder):
+    def _stream_owner_lost(self, owner: str) -> None:
+        for request_id in self.stream_owners.leave(owner):
             self.cancel(self.requests[request_id], "stream_owner_lost")
 
-    def _own_tick_seen(self, event: ev.OwnTickSeen) -> None:
-        self.pool.tick += 1
+    def _loopback_seen(self, event: events.LoopbackSeen) -> None:
+        self.pool.beats += 1
         for worker in self.pool.silent():
             self._worker_lost(worker)
-        for holder in self.holders.silent(self.pool.tick, self.settings.lost_ticks):
-            self._holder_gone(holder)
+        for owner in self.stream_owners.silent(self.pool.beats, self.settings.lost_after_beats):
+            self._stream_owner_lost(owner)
         self.dispatch()
 
     def _worker_lost(self, worker: Worker) -> None:
         self.pool.evict(worker)
-        self.do(ev.SendControl(worker.beat.worker, Evict(epoch=self.epoch)))
+        self.do(events.SendControl(worker.beat.worker, Evict(epoch=self.epoch)))
         if worker.work or worker.beat.state != "draining":
             self.lost_workers += 1
         for request_id in list(worker.work):
             request = self.requests[request_id]
             if request.state in WITH_WORKER:
                 begun = request.progress is not None and request.progress.completion_tokens > 0
-                request.spared = begun and worker.blames_another(request_id)
+                request.exonerated = begun and worker.exonerates(request_id)
                 message = f"Worker {worker.beat.worker} was not heard for too long."
-                self.end(request, "lost", "worker_lost", message, worker_died=True)
+                self.propose_end(request, "lost", "worker_lost", message, worker_died=True)
 
     # -- time ------------------------------------------------------------------------------------------
 
-    def _time_passed(self, event: ev.TimePassed) -> None:
-        now = self._now
+    def _time_passed(self, event: events.TimePassed) -> None:
+        now = self.now_ms
         while self.deadlines and self.deadlines[0][0] <= now:
             _, request_id = heapq.heappop(self.deadlines)
             request = self.requests.get(request_id)
             if request is not None and request.state is State.QUEUED and request.envelope.deadline_at_ms <= now:
                 self.expire(request)
-        while self._lapses and self._lapses[0][0] <= now:
-            _, request_id = heapq.heappop(self._lapses)
+        while self._expiries and self._expiries[0][0] <= now:
+            _, request_id = heapq.heappop(self._expiries)
             request = self.requests.get(request_id)
             if request is not None and request.state is State.ADMITTED:
-                self._lapse(request)
-        self._withdraw_unheld()
+                self.expire_reservation(request)
+        self._withdraw_lost_work()
         for request_id in list(self.cancelling):
             request = self.requests[request_id]
             repeat_at = request.cancel_sent_at_ms + self.settings.cancel_repeat_ms
             if request.state in WITH_WORKER and repeat_at <= now:
                 self.send_cancel(request)
-        self.memory.pass_time(now)
+        self.tombstones.pass_time(now)
         self.admission.pass_time(now)
         self.dispatch()
 
-    def _withdraw_unheld(self) -> None:
+    def _withdraw_lost_work(self) -> None:
+        """What a usable worker should have pulled long ago did not reach it."""
         for worker in self.pool.workers.values():
             for request_id in worker.work if self.pool.usable(worker) else ():
                 request = self.requests[request_id]
-                overdue = request.dispatched_at_ms + self.settings.unheld_ms <= self._now
-                unheld = request_id not in worker.held and not request.was_held
-                if request.state is State.DISPATCHED and overdue and unheld:
-                    self.end(request, "lost", "worker_lost", "The attempt did not reach its worker.")
-
-    def _lapse(self, request: Request) -> None:
-        """Admitted and never published: the reservation comes back. Should it be stored yet, it is a late one."""
-        self.leave_queue(request)
-        self.admission.settle(request, Cost(0, 0), self._now, refund_request=True)
-        self.forget(request)
-        for handle in request.cancel_waiters:
-            self.do(ev.AnswerCancel(handle, CancelAnswer(durable=True)))
+                overdue = request.dispatched_at_ms + self.settings.pickup_timeout_ms <= self.now_ms
+                picked_up = request_id in worker.in_flight or request.was_in_flight
+                if request.state is State.DISPATCHED and overdue and not picked_up:
+                    self.propose_end(request, "lost", "worker_lost", "The attempt did not reach its worker.")
 
     # -- settings --------------------------------------------------------------------------------------
 
-    def _tenant_changed(self, event: ev.TenantChanged) -> None:
-        self.admission.set_tenant(event.name, event.record, self._now)
+    def _tenant_changed(self, event: events.TenantChanged) -> None:
+        self.admission.set_tenant(event.name, event.record, self.now_ms)
 
-    def _manifest_changed(self, event: ev.ManifestChanged) -> None:
+    def _manifest_changed(self, event: events.ManifestChanged) -> None:
         self.admission.manifest = event.manifest
         self.pool.kv_overbooking = event.manifest.limits.kv_overbooking
 
-    def _budget_seen(self, event: ev.BudgetSeen) -> None:
+    def _budget_seen(self, event: events.BudgetSeen) -> None:
         self.admission.budgets[event.tenant] = (event.month, event.tokens)

@@ -27,7 +27,7 @@ class Event(msgspec.Struct, frozen=True):
 class AdmissionAsked(Event, frozen=True):
     """``handle`` is the shell's; it comes back in the answer."""
 
-    request: AdmissionRequest
+    asked: AdmissionRequest
     handle: Any
 
 
@@ -73,8 +73,10 @@ class TerminalStored(Event, frozen=True):
 
 
 class CancelAsked(Event, frozen=True):
+    """``tenant`` is the asker's, from the subject."""
+
     tenant: str
-    request: CancelRequest
+    asked: CancelRequest
     handle: Any
 
 
@@ -87,25 +89,31 @@ class ControlAnswered(Event, frozen=True):
 
 
 class StatusAsked(Event, frozen=True):
+    """``tenant`` is the asker's, from the subject."""
+
     tenant: str
     request_id: str
     handle: Any
 
 
 class WorkerSeen(Event, frozen=True):
+    """A heartbeat of a worker of this model."""
+
     beat: WorkerHeartbeat
 
 
-class HolderSeen(Event, frozen=True):
+class StreamOwnerSeen(Event, frozen=True):
+    """A heartbeat of a stream owner; its name is the subject's."""
+
     beat: StreamOwnerHeartbeat
 
 
-class OwnTickSeen(Event, frozen=True):
-    """The owner's own tick came back over the bus."""
+class LoopbackSeen(Event, frozen=True):
+    """The scheduler's own heartbeat came back over the bus."""
 
 
 class TimePassed(Event, frozen=True):
-    """Deadlines, lapses and repeats are looked at; about ten times a second."""
+    """Deadlines, expiries and repeats are looked at; about ten times a second."""
 
 
 class TenantChanged(Event, frozen=True):
@@ -116,6 +124,8 @@ class TenantChanged(Event, frozen=True):
 
 
 class ManifestChanged(Event, frozen=True):
+    """The registry has another entry for this model."""
+
     manifest: Manifest
 
 
@@ -132,16 +142,22 @@ class Effect(msgspec.Struct, frozen=True):
 
 
 class AnswerAdmission(Effect, frozen=True):
+    """Admitted or refused."""
+
     handle: Any
     answer: AdmissionAnswer
 
 
 class AnswerCancel(Effect, frozen=True):
+    """Durable, or to be asked again."""
+
     handle: Any
     answer: CancelAnswer
 
 
 class AnswerStatus(Effect, frozen=True):
+    """What the asker may know of the request."""
+
     handle: Any
     answer: StatusAnswer
 
@@ -193,7 +209,7 @@ class SendControl(Effect, frozen=True):
 
 
 class SendFrame(Effect, frozen=True):
-    """A frame of the scheduler's own to the holder of a stream."""
+    """A frame of the scheduler's own to a stream owner."""
 
     subject: str
     frame: Frame

@@ -23,7 +23,7 @@ SCAN_TOTAL = 32
 """Requests looked at in one pass; bounds the cost of a pass when little fits (about 0.1 ms)."""
 
 
-class Entry:
+class QueuedRequest:
     """One waiting request. ``order``: earliest deadline first, then arrival."""
 
     __slots__ = ("charge", "key", "order", "priority", "since_ms", "tenant")
@@ -68,7 +68,7 @@ class FairQueue:
 
     def __init__(self, *, ageing_ms: int) -> None:
         self.shares: dict[str, Share] = {}
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, QueuedRequest] = {}
         self._order: dict[Priority, list[tuple[float, str]]] = {"interactive": [], "batch": []}
         self._active: list[tuple[float, str]] = []
         self._ageing: deque[tuple[int, str]] = deque()
@@ -96,7 +96,7 @@ class FairQueue:
         share = self._activate(tenant)
         self._wait(share, 1)
         self._number += 1
-        entry = Entry(key, tenant, priority, deadline_at_ms, self._number, charge, now_ms)
+        entry = QueuedRequest(key, tenant, priority, deadline_at_ms, self._number, charge, now_ms)
         self._entries[key] = entry
         heapq.heappush(share.heaps[priority], (entry.order, key))
         self._offer(priority, tenant, share)
@@ -133,7 +133,7 @@ class FairQueue:
         self._charge(tenant, share, used - charged)
         self._left(share)
 
-    def scan(self, now_ms: int, take: Callable[[Entry], bool]) -> int:
+    def scan(self, now_ms: int, take: Callable[[QueuedRequest], bool]) -> int:
         """Offer waiting requests in fair order to ``take``, which serves an entry (calls ``serve``) and says True.
 
         Ends when nothing waits or SCAN_TOTAL entries were not taken. Gives the number taken.
@@ -225,7 +225,7 @@ class FairQueue:
             order[:] = [(s.counter, t) for t, s in self.shares.items() if s.heaps[priority]]
             heapq.heapify(order)
 
-    def _heads(self, share: Share, priority: Priority) -> Iterator[Entry]:
+    def _heads(self, share: Share, priority: Priority) -> Iterator[QueuedRequest]:
         """The tenant's first SCAN_PER_TENANT entries of a class; the caller may serve the one just given."""
         heap = share.heaps[priority]
         aside: list[tuple[tuple[int, int], str]] = []

@@ -1,7 +1,7 @@
-"""A request's way from the queue to its stored end: what may be done with it, in whatever event that is decided.
+"""A request's way through a term: what is done with it at each step, whichever event leads to the step.
 
-It waits, is placed on a worker, ends or is tried again, is cancelled. Which event leads to what is the core's
-(``core``), and what is found of an earlier owner's requests is ``takeover``'s.
+It is counted, waits, is placed on a worker, ends or is tried again, is cancelled. Which event leads to what is the
+core's (``core``); what is made of an earlier owner's requests is ``takeover``'s; what a caller is told ``outcomes``'.
 """
 
 import heapq
@@ -13,66 +13,100 @@ from contracts.messages.base import Epoch, Outcome
 from contracts.messages.control import CancelAnswer, CancelAttempt
 from contracts.messages.frames import Frame, FrameKind, LostData
 from contracts.messages.records import Manifest
+from contracts.messages.request import RequestEnvelope, WorkItem
 from contracts.tokens import Cost
-from scheduler.config import Settings
-from scheduler.core import events as ev
-from scheduler.core import outcomes
-from scheduler.core.admission import Admission
-from scheduler.core.callers import Holders
-from scheduler.core.fair_queue import Entry, FairQueue
-from scheduler.core.request import TRANSITIONS, WAITING, WITH_WORKER, InvalidTransition, Request, State
-from scheduler.core.tombstones import Memory
-from scheduler.core.worker_pool import Pool, Worker
+from scheduler.core import events, outcomes
+from scheduler.core.admission import AdmissionControl
+from scheduler.core.fair_queue import FairQueue, QueuedRequest
+from scheduler.core.request import Request
+from scheduler.core.settings import Settings
+from scheduler.core.stream_owners import StreamOwners
+from scheduler.core.tombstones import Tombstones
+from scheduler.core.transitions import WAITING, WITH_WORKER, State, Trigger
+from scheduler.core.worker_pool import Worker, WorkerPool
 
 
 class Lifecycle:
     """The open requests of one model during one term, and everything that they take up."""
 
-    def __init__(self, *, epoch: Epoch, manifest: Manifest, settings: Settings, now_ms: int) -> None:
+    def __init__(
+        self, *, model: str, owner: str, epoch: Epoch, manifest: Manifest, settings: Settings, now_ms: int
+    ) -> None:
+        self.model = model
+        self.owner = owner
         self.epoch = epoch
         self.settings = settings
         self.recovering = True
         """Nothing is dispatched yet, and no waiting request ended: an earlier owner may have dispatched it."""
         self.requests: dict[str, Request] = {}
-        self.memory = Memory()
+        self.tombstones = Tombstones()
         self.queue = FairQueue(ageing_ms=settings.ageing_ms)
-        self.admission = Admission(manifest, self.queue, now_ms)
-        self.pool = Pool(
+        self.admission = AdmissionControl(manifest, self.queue, now_ms)
+        self.pool = WorkerPool(
             epoch=epoch,
-            lost_ticks=settings.lost_ticks,
+            lost_after_beats=settings.lost_after_beats,
             kv_overbooking=manifest.limits.kv_overbooking,
-            patience_ms=settings.patience_ms,
+            starvation_timeout_ms=settings.starvation_timeout_ms,
         )
-        self.holders = Holders()
+        self.stream_owners = StreamOwners()
         self.outcomes: dict[str, int] = {}
-        """Ended requests by outcome, for metrics."""
+        """Settled requests by outcome, for metrics."""
         self.deadlines: list[tuple[int, str]] = []
         """A heap of (deadline, request id) of all that was queued."""
         self.cancelling: dict[str, None] = {}
         """Requests whose cancel is repeated at their worker."""
         self.deferred: dict[str, tuple[Outcome, str, str]] = {}
         """Ends of waiting requests, put off while ``recovering``."""
-        self._claim_freed = False
-        self._effects: list[ev.Effect] = []
-        self._now = now_ms
+        self._worker_freed = False
+        self.now_ms = now_ms
+        """Of the present step, Unix ms."""
+        self.effects: list[events.Effect] = []
+        """Of the present step, in order."""
 
-    def do(self, effect: ev.Effect) -> None:
-        self._effects.append(effect)
-
-    def advance(self, request: Request, what: str) -> None:
-        state = TRANSITIONS.get((request.state, what))
-        if state is None:
-            raise InvalidTransition(f"{request.id}: {what} in state {request.state.value}; {request.history}")
-        request.move(state, self._now)
+    def do(self, effect: events.Effect) -> None:
+        """Add an effect of the present step."""
+        self.effects.append(effect)
 
     # -- the queue ---------------------------------------------------------------------------------------
 
-    def hold(self, request: Request) -> None:
-        """From now on its holder's silence ends it."""
-        if request.envelope.stream_owner:
-            self.holders.add(request.envelope.stream_owner, request.id, self.pool.tick)
+    def admit(self, request: Request) -> None:
+        """Reserve for a new request, which was checked, and wait for its message."""
+        self.admission.reserve(request, self.now_ms)
+        self.requests[request.id] = request
+        self.await_message(request)
 
-    def enqueue(self, request: Request) -> None:
+    def take_in(self, envelope: RequestEnvelope) -> Request:
+        """Reserve for an open request of an earlier owner; a change of its state must follow."""
+        request = Request(envelope)
+        self.admission.adopt(request, self.now_ms)
+        self.requests[request.id] = request
+        self.tombstones.forget(request.id)
+        self.watch_stream_owner(request)
+        return request
+
+    def await_message(self, request: Request) -> None:
+        """It waits from now on, in no queue yet."""
+        request.advance(Trigger.ADMITTED, self.now_ms)
+        self.admission.count_waiting(request, 1, self.now_ms)
+
+    def watch_stream_owner(self, request: Request) -> None:
+        """From now on its stream owner's silence ends it."""
+        if request.envelope.stream_owner:
+            self.stream_owners.add(request.envelope.stream_owner, request.id, self.pool.beats)
+
+    def queue_up(self, request: Request) -> None:
+        """REQUESTS holds it."""
+        request.advance(Trigger.STORED, self.now_ms)
+        self.watch_stream_owner(request)
+        self._enqueue(request)
+        self.dispatch()
+
+    def leave_queue(self, request: Request) -> None:
+        """It waits no longer."""
+        self.queue.remove(request.id)
+        self.admission.count_waiting(request, -1, self.now_ms)
+
+    def _enqueue(self, request: Request) -> None:
         envelope = request.envelope
         self.queue.set_weight(request.tenant, self.admission.tenant(request.tenant).weight)
         self.queue.push(
@@ -81,13 +115,9 @@ class Lifecycle:
             envelope.priority,
             envelope.deadline_at_ms,
             request.cost.total,
-            self._now,
+            self.now_ms,
         )
         heapq.heappush(self.deadlines, (envelope.deadline_at_ms, request.id))
-
-    def leave_queue(self, request: Request) -> None:
-        self.queue.remove(request.id)
-        self.admission.wait(request, -1, self._now)
 
     # -- dispatch ----------------------------------------------------------------------------------------
 
@@ -95,14 +125,14 @@ class Lifecycle:
         """Place what waits, in fair order, while a worker has room."""
         if self.recovering or not len(self.queue) or not self.pool.has_room():
             return
-        self._claim_freed = True
-        while self._claim_freed:  # What a claim kept out may fit beside its request.
-            self._claim_freed = False
-            self.queue.scan(self._now, self._take)
+        self._worker_freed = True
+        while self._worker_freed:  # What a reserved worker did not take may fit beside the request it was kept for.
+            self._worker_freed = False
+            self.queue.scan(self.now_ms, self._take)
 
-    def _take(self, entry: Entry) -> bool:
-        request = self.requests[entry.key]
-        if request.envelope.deadline_at_ms <= self._now:
+    def _take(self, queued: QueuedRequest) -> bool:
+        request = self.requests[queued.key]
+        if request.envelope.deadline_at_ms <= self.now_ms:
             self.expire(request)
             return True
         worker = self.pool.place(
@@ -110,25 +140,25 @@ class Lifecycle:
             choices=request.envelope.choices,
             tokens=request.cost.total,
             version=request.envelope.version,
-            suspect=request.deaths > 0,
+            poison_candidate=request.deaths > 0,
         )
         if worker is None:
             if request.deaths == 0:
-                waited_ms = self._now - entry.since_ms
-                self.pool.claim(request.id, version=request.envelope.version, waited_ms=waited_ms)
+                waited_ms = self.now_ms - queued.since_ms
+                self.pool.reserve_worker(request.id, version=request.envelope.version, waited_ms=waited_ms)
             return False
         self._dispatch_to(request, worker)
         return True
 
     def _dispatch_to(self, request: Request, worker: Worker) -> None:
-        self._claim_freed |= self.pool.drop_claim(request.id)
+        self._worker_freed |= self.pool.free_worker(request.id)
         request.charged = self.queue.serve(request.id)
-        self.admission.wait(request, -1, self._now)
-        self.advance(request, "dispatch")
-        self.place_on(request, worker, request.attempt + 1)
-        request.dispatched_at_ms = self._now
+        self.admission.count_waiting(request, -1, self.now_ms)
+        request.advance(Trigger.PLACED, self.now_ms)
+        self._place_on(request, worker, request.attempt + 1)
+        request.dispatched_at_ms = self.now_ms
         self.do(
-            ev.StoreWork(
+            events.StoreWork(
                 request_id=request.id,
                 attempt=request.attempt,
                 worker=worker.beat.worker,
@@ -138,25 +168,53 @@ class Lifecycle:
             )
         )
 
-    def place_on(self, request: Request, worker: Worker, attempt: int) -> None:
+    def adopt(self, request: Request, item: WorkItem, seq: int) -> None:
+        """Its present attempt is ``item``, dispatched by an earlier owner and held by WORK under ``seq``."""
+        if request.state in WAITING:
+            self.leave_queue(request)
+        elif request.state is not State.NEW:  # The attempt before has ended, and its end was not read yet.
+            self._release(request, served=0)
+        request.advance(Trigger.ADOPTED, self.now_ms)
+        self.queue.set_weight(request.tenant, self.admission.tenant(request.tenant).weight)
+        self.queue.adopt(request.tenant, request.cost.total)
+        request.charged = request.cost.total
+        if request.work_seq:
+            self.do(events.DeleteWork(request.work_seq))
+        request.work_seq = seq
+        worker = self.pool.expect(item.worker, item.request.model, item.version)
+        self._place_on(request, worker, item.attempt)
+        request.dispatched_at_ms = item.dispatched_at_ms
+        request.adopted = True
+        worker.adopted[request.id] = None
+        self.ack_request(request)
+
+    def _place_on(self, request: Request, worker: Worker, attempt: int) -> None:
         """``attempt`` is the present one from now on, and takes up room on ``worker``."""
         request.attempt = attempt
         request.worker = worker.beat.worker
         request.progress = None
-        request.was_held = False
-        request.spared = False
+        request.was_in_flight = False
+        request.exonerated = False
         request.adopted = False
         self.pool.assign(
             worker,
             request.id,
             choices=request.envelope.choices,
             tokens=request.cost.total,
-            suspect=request.deaths > 0,
+            poison_candidate=request.deaths > 0,
         )
+
+    def ack_request(self, request: Request) -> None:
+        """REQUESTS need not hold it any more."""
+        if request.request_seq:
+            self.do(events.AckRequest(request.request_seq))
+            request.request_seq = 0
 
     # -- ends --------------------------------------------------------------------------------------------
 
-    def end(self, request: Request, outcome: Outcome, code: str, message: str, *, worker_died: bool = False) -> None:
+    def propose_end(
+        self, request: Request, outcome: Outcome, code: str, message: str, *, worker_died: bool = False
+    ) -> None:
         """Ask for the present attempt's end; what is stored first decides (TerminalStored)."""
         number = request.open_attempt
         event = outcomes.proposed(
@@ -167,115 +225,132 @@ class Lifecycle:
             message,
             version=self._version_of(request),
             worker_died=worker_died,
-            now_ms=self._now,
+            now_ms=self.now_ms,
         )
         if request.state is not State.ENDING:
             if request.state in WAITING:
                 self.leave_queue(request)
             request.attempt = number
-            self.advance(request, "end")
-        self.do(ev.StoreTerminal(event))
+            request.advance(Trigger.END_PROPOSED, self.now_ms)
+        self.do(events.StoreTerminal(event))
 
     def end_waiting(self, request: Request, outcome: Outcome, code: str, message: str) -> None:
         """End a request that waits; during a takeover only when it is sure that nobody dispatched it."""
         if self.recovering:
             self.deferred[request.id] = (outcome, code, message)
         else:
-            self.end(request, outcome, code, message)
+            self.propose_end(request, outcome, code, message)
 
     def expire(self, request: Request) -> None:
-        waited = self._now - request.envelope.admitted_at_ms
+        """Its deadline has passed while it waits."""
+        waited = self.now_ms - request.envelope.admitted_at_ms
         message = f"No first token within the deadline; waited {waited} ms."
         self.end_waiting(request, "expired", "deadline_exceeded", message)
 
+    def open(self) -> None:
+        """The takeover is complete: end what was put off, and dispatch."""
+        self.recovering = False
+        deferred, self.deferred = self.deferred, {}
+        for request_id, (outcome, code, message) in deferred.items():
+            request = self.requests.get(request_id)
+            if request is not None and request.state in WAITING:
+                self.propose_end(request, outcome, code, message)
+            elif request is not None and request.cancel_reason and request.state in WITH_WORKER:
+                self.send_cancel(request)
+        self.dispatch()
+
     def _version_of(self, request: Request) -> str:
         worker = self.pool.workers.get(request.worker)
-        return (
-            worker.beat.version if worker is not None else request.envelope.version or self.admission.manifest.version
-        )
+        if worker is not None:
+            return worker.beat.version
+        return request.envelope.version or self.admission.manifest.version
 
     def decide(self, request: Request, event: AttemptEvent) -> None:
         """The present attempt has ended with ``event``: retry before the first token, else settle for good."""
         worker = self.pool.workers.get(request.worker)
         if worker is not None and event.engine_death:
-            request.spared = event.completion_tokens > 0 and worker.blames_another(request.id)
+            request.exonerated = event.completion_tokens > 0 and worker.exonerates(request.id)
         if worker is not None and event.outcome == "lost":
             # It lives, and may have the attempt or get it yet. An order before the loss is stored would end the
             # request: the worker's own end, cancelled, would be first.
-            self.do(ev.SendControl(request.worker, self._cancel_order(request)))
-        self._release(request, event)
+            self.do(events.SendControl(request.worker, self._cancel_order(request)))
+        self._release(request, served=outcomes.served(event), died=event.engine_death)
         if outcomes.is_void(event):
             outcomes.count(request, event)
             if request.cancel_reason:
-                self._requeue(request)
+                self._retry(request)
                 self.end_waiting(request, "cancelled", "cancelled", cancelled(request))
                 return
             if outcomes.may_retry(request, event):
                 self._send_frame(request, "lost", msgspec.json.encode(LostData(retry=True)))
-                self._requeue(request)
+                self._retry(request)
                 return
-        self.finish(request, event)
+        self.settle(request, event)
 
-    def _requeue(self, request: Request) -> None:
-        self.advance(request, "retry")
-        self.admission.wait(request, 1, self._now)
-        self.enqueue(request)
+    def _retry(self, request: Request) -> None:
+        request.advance(Trigger.RETRIED, self.now_ms)
+        self.admission.count_waiting(request, 1, self.now_ms)
+        self._enqueue(request)
 
-    def _release(self, request: Request, event: AttemptEvent) -> None:
-        """The attempt no longer runs: its worker has room again, unused and void work is given back."""
+    def _release(self, request: Request, *, served: int, died: bool = False) -> None:
+        """The attempt no longer runs: its worker has room again, its tenant is charged for ``served`` tokens only."""
         worker = self.pool.workers.get(request.worker)
         if worker is not None:
-            worker.release(request.id, died=event.engine_death)
+            worker.release(request.id, died=died)
         if not request.dispatched_at_ms:
             return  # Ended without ever running.
-        used = 0.0
-        if event.outcome in ("completed", "cancelled"):
-            used = event.prompt_tokens - event.cached_tokens + event.completion_tokens
-        self.queue.settle(request.tenant, request.charged, used)
-        self.admission.drain.done(request.charged, self._now - request.dispatched_at_ms)
+        self.queue.settle(request.tenant, request.charged, served)
+        self.admission.throughput.done(request.charged, self.now_ms - request.dispatched_at_ms)
         request.charged = 0.0
         request.dispatched_at_ms = 0
 
-    def finish(self, request: Request, event: AttemptEvent) -> None:
+    def settle(self, request: Request, event: AttemptEvent) -> None:
         """``event`` is the request's last end: tell its caller what its worker did not, settle, forget."""
         error = outcomes.final_error(request, event)
         if error is not None and (event.reporter == "scheduler" or outcomes.is_void(event)):
             self._send_frame(request, "error", msgspec.json.encode(error))
-        used = Cost(0, 0)
-        if event.outcome in ("completed", "cancelled"):
-            used = Cost(event.prompt_tokens, event.completion_tokens)
-        self.admission.settle(request, used, self._now)
+        self.admission.settle(request, outcomes.used(event), self.now_ms)
         if error is not None and error.code == "request_quarantined":
-            self.do(ev.Quarantine(request.envelope, event, error.message, request.request_seq, request.work_seq))
+            self.do(events.Quarantine(request.envelope, event, error.message, request.request_seq, request.work_seq))
         else:
             self._drop_messages(request, event)
         for handle in request.cancel_waiters:
-            self.do(ev.AnswerCancel(handle, CancelAnswer(durable=True, outcome=event.outcome)))
+            self.do(events.AnswerCancel(handle, CancelAnswer(durable=True, outcome=event.outcome)))
         self.outcomes[event.outcome] = self.outcomes.get(event.outcome, 0) + 1
-        self.forget(request)
-        self.memory.add_ended(event, error, self._now)
+        self._forget(request)
+        self.tombstones.add_ended(event, error, self.now_ms)
+
+    def expire_reservation(self, request: Request) -> None:
+        """Admitted and never published: its reservation comes back. Should it be stored yet, it is a late one."""
+        self.leave_queue(request)
+        self.admission.settle(request, Cost(0, 0), self.now_ms, refund_request=True)
+        self._forget(request)
+        for handle in request.cancel_waiters:
+            self.do(events.AnswerCancel(handle, CancelAnswer(durable=True)))
 
     def _drop_messages(self, request: Request, event: AttemptEvent) -> None:
         if request.request_seq:
-            self.do(ev.AckRequest(request.request_seq))
+            self.do(events.AckRequest(request.request_seq))
         if request.work_seq and (event.reporter == "scheduler" or event.retryable or self.recovering):
-            self.do(ev.DeleteWork(request.work_seq))
+            self.do(events.DeleteWork(request.work_seq))
 
-    def forget(self, request: Request) -> None:
+    def _forget(self, request: Request) -> None:
+        request.advance(Trigger.SETTLED, self.now_ms)
         del self.requests[request.id]
         self.cancelling.pop(request.id, None)
-        self.pool.drop_claim(request.id)
-        self.holders.discard(request.envelope.stream_owner, request.id)
+        self.pool.free_worker(request.id)
+        self.stream_owners.discard(request.envelope.stream_owner, request.id)
 
     def _send_frame(self, request: Request, kind: FrameKind, data: bytes) -> None:
         reply = request.envelope.reply
         if reply.subject:
             frame = Frame(stream=reply.stream, attempt=request.open_attempt, seq=-1, kind=kind, data=msgspec.Raw(data))
-            self.do(ev.SendFrame(reply.subject, frame))
+            self.do(events.SendFrame(reply.subject, frame))
 
     # -- cancel ------------------------------------------------------------------------------------------
 
     def cancel(self, request: Request, reason: str) -> None:
+        """End it where it is; a second cancel changes nothing."""
         if request.cancel_reason:
             return
         request.cancel_reason = reason
@@ -283,13 +358,14 @@ class Lifecycle:
             self.end_waiting(request, "cancelled", "cancelled", cancelled(request))
         elif request.state in WITH_WORKER:
             self.cancelling[request.id] = None
-            if request.work_seq or request.was_held:
+            if request.work_seq or request.was_in_flight:
                 self.send_cancel(request)
 
     def send_cancel(self, request: Request) -> None:
-        request.cancel_sent_at_ms = self._now
+        """Order its worker to stop it; repeated until an end is stored."""
+        request.cancel_sent_at_ms = self.now_ms
         self.cancelling[request.id] = None
-        self.do(ev.SendControl(request.worker, self._cancel_order(request)))
+        self.do(events.SendControl(request.worker, self._cancel_order(request)))
 
     def _cancel_order(self, request: Request) -> CancelAttempt:
         return CancelAttempt(
@@ -301,4 +377,5 @@ class Lifecycle:
 
 
 def cancelled(request: Request) -> str:
+    """What its caller reads."""
     return f"The request was cancelled: {request.cancel_reason}."

@@ -1,14 +1,18 @@
-"""How an attempt ends: the event that the scheduler proposes, what may follow, and what the caller reads."""
+"""How an attempt ends: the event that the scheduler proposes, what may follow it, and what the caller is told.
+
+Decided from stored events and the request alone, so that a later owner comes to the same.
+"""
 
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Outcome
 from contracts.messages.frames import EndData, ErrorData
+from contracts.tokens import Cost
 from scheduler.core.request import Request
 
 ATTEMPTS_MAX = 2
-"""Attempts that a worker held (DESIGN.md section 7); a second death of its worker or engine quarantines a request."""
+"""Attempts that a worker had in flight; a second death of its worker or engine quarantines a request."""
 DISPATCHES_MAX = 8
-"""Attempts in all, those that no worker ever held included: bounds a ping-pong of lost workers. A guess."""
+"""Attempts in all, those that no worker ever had included: bounds a ping-pong of lost workers. A guess."""
 
 
 def is_void(event: AttemptEvent) -> bool:
@@ -16,8 +20,21 @@ def is_void(event: AttemptEvent) -> bool:
     return event.outcome == "lost" or (event.outcome == "failed" and event.retryable)
 
 
+def used(event: AttemptEvent) -> Cost:
+    """What the attempt used of its reservation; void, failed and expired work nothing."""
+    if event.outcome in ("completed", "cancelled"):
+        return Cost(event.prompt_tokens, event.completion_tokens)
+    return Cost(0, 0)
+
+
+def served(event: AttemptEvent) -> int:
+    """Tokens that the fair queue charges for the attempt: what it used, less cached input."""
+    total = used(event).total
+    return total - event.cached_tokens if total else 0
+
+
 def may_retry(request: Request, event: AttemptEvent) -> bool:
-    """Whether another attempt follows the void ``event``; a later owner would answer the same from what is stored."""
+    """Whether another attempt follows the void ``event``: no stream has had a token, and the bounds are not reached."""
     return (
         not (request.envelope.stream and event.completion_tokens > 0)
         and request.counted < ATTEMPTS_MAX
@@ -26,11 +43,11 @@ def may_retry(request: Request, event: AttemptEvent) -> bool:
 
 
 def count(request: Request, event: AttemptEvent) -> None:
-    """Count the void ``event`` by what is stored, so that a later owner comes to the same.
+    """Count the void ``event``.
 
-    An attempt that no worker ever held does not count, nor one that died with a suspect beside it.
+    An attempt that no worker ever had does not count, nor one whose death is attributed to another request.
     """
-    if (event.reporter == "worker" or event.engine_death) and not (event.engine_death and request.spared):
+    if (event.reporter == "worker" or event.engine_death) and not (event.engine_death and request.exonerated):
         request.counted += 1
         request.deaths += event.engine_death
 
@@ -66,7 +83,7 @@ def proposed(
         error_code=code,
         error_message=message,
         retryable=lost,
-        engine_death=worker_died and request.was_held and not request.spared,
+        engine_death=worker_died and request.was_in_flight and not request.exonerated,
         choices=envelope.choices,
         prompt_tokens=progress.prompt_tokens if progress else 0,
         cached_tokens=progress.cached_tokens if progress else 0,
@@ -79,7 +96,7 @@ def proposed(
     )
 
 
-def told(event: AttemptEvent) -> EndData | None:
+def end_data(event: AttemptEvent) -> EndData | None:
     """What the worker's ``end`` frame says of the attempt that ended with ``event``; None when it sends none."""
     if event.reporter != "worker" or event.outcome not in ("completed", "cancelled"):
         return None

@@ -1,6 +1,6 @@
 """Quotas of one tenant on one model: token buckets and counts, decided together in one step.
 
-A bucket holds one minute's worth and refills evenly. A decision checks everything first and charges only when all
+A token bucket holds one minute's worth and refills evenly. A decision checks everything first and charges only when all
 of it fits, so a refused request burns nothing. At the end a request is settled to what it used, at once; refunds
 stop at the bucket's size.
 """
@@ -15,8 +15,8 @@ from contracts.tokens import Cost
 MINUTE_MS = 60_000
 
 
-class Bucket:
-    """A token bucket: ``size`` tokens a minute, full at the start. ``size`` None never limits."""
+class TokenBucket:
+    """``size`` tokens a minute, refilled evenly, full at the start. ``size`` None never limits."""
 
     __slots__ = ("_at_ms", "_level", "size")
 
@@ -56,50 +56,56 @@ class Bucket:
 
 
 class Quota:
-    """A tenant's buckets and open requests on one model. ``open`` counts admitted requests that have not ended."""
+    """A tenant's token buckets and open requests on one model.
+
+    ``open`` counts admitted requests that are not settled, ``waiting`` those of them that no worker has; ``_tokens``
+    are what they reserve.
+    """
 
     def __init__(self, limits: TenantLimits, now_ms: int) -> None:
         self.limits = limits
-        self.requests = Bucket(limits.rpm, now_ms)
-        self.input = Bucket(limits.input_tpm, now_ms)
-        self.output = Bucket(limits.output_tpm, now_ms)
+        self.request_bucket = TokenBucket(limits.rpm, now_ms)
+        self.input_bucket = TokenBucket(limits.input_tpm, now_ms)
+        self.output_bucket = TokenBucket(limits.output_tpm, now_ms)
         self.open = 0
         self.waiting = 0
         self.waiting_tokens = 0
         self.reserved_tokens = 0
 
     def set_limits(self, limits: TenantLimits, now_ms: int) -> None:
+        """Changed limits hold at once."""
         self.limits = limits
-        self.requests.resize(limits.rpm, now_ms)
-        self.input.resize(limits.input_tpm, now_ms)
-        self.output.resize(limits.output_tpm, now_ms)
+        self.request_bucket.resize(limits.rpm, now_ms)
+        self.input_bucket.resize(limits.input_tpm, now_ms)
+        self.output_bucket.resize(limits.output_tpm, now_ms)
 
     def check(self, cost: Cost, now_ms: int, turnover_ms: int) -> None:
         """Raise HeadraceError when the tenant's own limits refuse a request of ``cost``; charges nothing.
 
         ``turnover_ms``: after how long one of the tenant's open requests probably ends.
         """
-        for name, bucket, amount in (
-            ("requests per minute", self.requests, 1),
-            ("input tokens per minute", self.input, cost.input_tokens),
-            ("output tokens per minute", self.output, cost.output_tokens),
-        ):
-            if bucket.size is not None and amount > bucket.size:
+        demands = [
+            (name, bucket, bucket.size, amount)
+            for name, bucket, amount in (
+                ("requests per minute", self.request_bucket, 1),
+                ("input tokens per minute", self.input_bucket, cost.input_tokens),
+                ("output tokens per minute", self.output_bucket, cost.output_tokens),
+            )
+            if bucket.size is not None
+        ]
+        for name, _, size, amount in demands:
+            if amount > size:
                 raise HeadraceError(
                     "request_exceeds_limit",
-                    f"The request needs {amount} of the limit of {bucket.size} {name}; it can never be admitted. "
+                    f"The request needs {amount} of the limit of {size} {name}; it can never be admitted. "
                     "Shorten the prompt or lower the maximum output.",
                 )
-        for name, bucket, amount in (
-            ("requests per minute", self.requests, 1),
-            ("input tokens per minute", self.input, cost.input_tokens),
-            ("output tokens per minute", self.output, cost.output_tokens),
-        ):
+        for name, bucket, size, amount in demands:
             wait = bucket.wait_ms(amount, now_ms)
             if wait > 0:
                 raise HeadraceError(
                     "rate_limit_exceeded",
-                    f"The limit of {bucket.size} {name} is reached: the request needs {amount}, "
+                    f"The limit of {size} {name} is reached: the request needs {amount}, "
                     f"{max(0, math.floor(bucket.level(now_ms)))} are left.",
                     retry_after_s=seconds(wait),
                 )
@@ -117,9 +123,10 @@ class Quota:
                 )
 
     def reserve(self, cost: Cost, now_ms: int) -> None:
-        self.requests.take(1, now_ms)
-        self.input.take(cost.input_tokens, now_ms)
-        self.output.take(cost.output_tokens, now_ms)
+        """Charge a request that was checked."""
+        self.request_bucket.take(1, now_ms)
+        self.input_bucket.take(cost.input_tokens, now_ms)
+        self.output_bucket.take(cost.output_tokens, now_ms)
         self.open += 1
         self.reserved_tokens += cost.total
 
@@ -133,24 +140,24 @@ class Quota:
         """Take what a request admitted earlier took, less what its bucket has refilled since."""
         left = 1 - (now_ms - admitted_at_ms) / MINUTE_MS
         if left > 0:
-            self.requests.take(left, now_ms)
-            self.input.take(cost.input_tokens * left, now_ms)
-            self.output.take(cost.output_tokens * left, now_ms)
+            self.request_bucket.take(left, now_ms)
+            self.input_bucket.take(cost.input_tokens * left, now_ms)
+            self.output_bucket.take(cost.output_tokens * left, now_ms)
 
     def settle(self, cost: Cost, used: Cost, now_ms: int, *, refund_request: bool) -> None:
         """The request of ``cost`` ended having used ``used``."""
         if refund_request:
-            self.requests.take(-1, now_ms)
-        self.input.take(used.input_tokens - cost.input_tokens, now_ms)
-        self.output.take(used.output_tokens - cost.output_tokens, now_ms)
+            self.request_bucket.take(-1, now_ms)
+        self.input_bucket.take(used.input_tokens - cost.input_tokens, now_ms)
+        self.output_bucket.take(used.output_tokens - cost.output_tokens, now_ms)
         self.open -= 1
         self.reserved_tokens -= cost.total
 
     def rate_limits(self, now_ms: int) -> RateLimits:
         """For the ``x-ratelimit-*`` headers; of the two token buckets the one with less left."""
-        requests = self.requests
+        requests = self.request_bucket
         tokens = min(
-            (bucket for bucket in (self.input, self.output) if bucket.size),
+            (bucket for bucket in (self.input_bucket, self.output_bucket) if bucket.size),
             key=lambda bucket: bucket.level(now_ms) / (bucket.size or 1),
             default=None,
         )

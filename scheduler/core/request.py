@@ -1,6 +1,4 @@
-"""A request's life in the scheduler: its states, the transition table, and what is known of it."""
-
-import enum
+"""What the scheduler knows of one admitted request; its states and what leads to them are in ``transitions``."""
 
 import msgspec
 
@@ -8,23 +6,13 @@ from contracts.messages.admission import AdmissionRequest
 from contracts.messages.control import Progress
 from contracts.messages.request import Reply, RequestEnvelope
 from contracts.tokens import reserved
+from scheduler.core.transitions import TRANSITIONS, WAITING, InvalidTransition, State, Trigger
 
-
-class State(enum.Enum):
-    ADMITTED = "admitted"
-    QUEUED = "queued"
-    DISPATCHING = "dispatching"
-    DISPATCHED = "dispatched"
-    RUNNING = "running"
-    ENDING = "ending"
-
-
-class InvalidTransition(Exception):
-    """An event that a request's state cannot have; carries the request's recent history."""
+HISTORY_MAX = 16
 
 
 class Request:
-    """One admitted request until its end is stored."""
+    """One admitted request until its last end is stored."""
 
     __slots__ = (
         "adopted",
@@ -38,20 +26,20 @@ class Request:
         "deaths",
         "dispatched_at_ms",
         "envelope",
+        "exonerated",
         "history",
         "progress",
         "request_seq",
-        "spared",
         "state",
-        "was_held",
+        "was_in_flight",
         "work_seq",
         "worker",
     )
 
-    def __init__(self, envelope: RequestEnvelope, state: State) -> None:
+    def __init__(self, envelope: RequestEnvelope) -> None:
         self.envelope = envelope
         """Without a body; before REQUESTS stored it, with an empty reply."""
-        self.state = state
+        self.state = State.NEW
         self.cost = reserved(
             prompt_tokens=envelope.prompt_tokens,
             max_output_tokens=envelope.max_output_tokens,
@@ -62,23 +50,29 @@ class Request:
         self.attempt = 0
         """Number of the last attempt that was dispatched; 0 before the first."""
         self.counted = 0
-        """Attempts that a worker held and that ended without a result."""
+        """Attempts that a worker had in flight and that ended without a result."""
         self.deaths = 0
-        """Attempts that ended by the death of their engine or worker; above 0 the request is a suspect."""
+        """Attempts that ended by the death of their engine or worker; above 0 the request is a poison candidate."""
         self.worker = ""
         self.request_seq = 0
+        """Of its message in REQUESTS; 0: it has none there that is not acknowledged."""
         self.work_seq = 0
+        """Of its last message in WORK; 0: there was none."""
         self.charged = 0.0
+        """Tokens that its tenant's share in the fair queue was charged for the present attempt."""
         self.dispatched_at_ms = 0
+        """Of the present attempt; 0 while none runs."""
         self.progress: Progress | None = None
-        self.was_held = False
-        """Whether the worker of the present attempt said that it holds it."""
-        self.spared = False
-        """Whether the death of the present attempt's engine or worker is put down to a suspect beside it."""
+        self.was_in_flight = False
+        """Whether the worker of the present attempt said that it has it."""
+        self.exonerated = False
+        """Whether the death of the present attempt's engine or worker is attributed to a poison candidate beside it."""
         self.cancel_reason = ""
         self.cancel_sent_at_ms = 0
         self.cancel_waiters: list[object] = []
-        self.history: list[str] = []
+        """Handles of cancels that are answered when the end is stored."""
+        self.history: list[tuple[int, State, Trigger, int]] = []
+        """(time, state before, trigger, attempt) of the last changes."""
 
     @classmethod
     def admitted(cls, asked: AdmissionRequest, *, now_ms: int, publish_by_ms: int, deadline_at_ms: int) -> "Request":
@@ -101,7 +95,7 @@ class Request:
             stream_owner=asked.stream_owner,
             version=asked.version,
         )
-        return cls(envelope, State.ADMITTED)
+        return cls(envelope)
 
     def stored(self, envelope: RequestEnvelope, seq: int) -> None:
         """REQUESTS holds it: take over what only the message knows. It cannot widen its own reservation."""
@@ -126,38 +120,20 @@ class Request:
     @property
     def open_attempt(self) -> int:
         """Number under which the present attempt ends: 0 when nothing was ever dispatched."""
-        if self.state in (State.ADMITTED, State.QUEUED):
+        if self.state in WAITING:
             return self.attempt + 1 if self.attempt else 0
         return self.attempt
 
-    def move(self, state: State, now_ms: int) -> None:
-        self.history.append(f"{now_ms} {self.state.value} -> {state.value} attempt {self.attempt}")
-        del self.history[:-16]
-        self.state = state
+    def advance(self, trigger: Trigger, now_ms: int) -> None:
+        """The only way to another state; raises InvalidTransition when the table has no such change."""
+        following = TRANSITIONS.get((self.state, trigger))
+        if following is None:
+            raise InvalidTransition(f"{trigger} does not follow: {self}")
+        self.history.append((now_ms, self.state, trigger, self.attempt))
+        if len(self.history) > HISTORY_MAX:
+            del self.history[0]
+        self.state = following
 
-
-WITH_WORKER = (State.DISPATCHING, State.DISPATCHED, State.RUNNING)
-
-WAITING = (State.ADMITTED, State.QUEUED)
-"""States that count against queue limits."""
-
-TRANSITIONS: dict[tuple[State, str], State] = {
-    (State.ADMITTED, "stored"): State.QUEUED,
-    (State.ADMITTED, "end"): State.ENDING,
-    (State.QUEUED, "dispatch"): State.DISPATCHING,
-    (State.QUEUED, "end"): State.ENDING,
-    (State.DISPATCHING, "work_stored"): State.DISPATCHED,
-    (State.DISPATCHING, "progress"): State.RUNNING,
-    (State.DISPATCHING, "end"): State.ENDING,
-    (State.DISPATCHED, "progress"): State.RUNNING,
-    (State.DISPATCHED, "end"): State.ENDING,
-    (State.RUNNING, "work_stored"): State.RUNNING,
-    (State.RUNNING, "progress"): State.RUNNING,
-    (State.RUNNING, "end"): State.ENDING,
-    (State.ENDING, "work_stored"): State.ENDING,
-    (State.DISPATCHING, "retry"): State.QUEUED,
-    (State.DISPATCHED, "retry"): State.QUEUED,
-    (State.RUNNING, "retry"): State.QUEUED,
-    (State.ENDING, "retry"): State.QUEUED,
-}
-"""(state, what happened) -> next state. Any stored terminal event of the present attempt ends or retries."""
+    def __str__(self) -> str:
+        steps = "; ".join(f"{at_ms} {state}, attempt {number}: {what}" for at_ms, state, what, number in self.history)
+        return f"request {self.id} is {self.state} after [{steps}]"

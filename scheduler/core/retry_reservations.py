@@ -1,8 +1,8 @@
 """Who was refused for capacity and told when to come back: a line without a queue.
 
-Each refusal books its tokens, so the next one is told a later time and who obeys finds room. A booking is known by
-its tenant and size, for a client that repeats a request says nothing else; one that is not used within its own span
-again is dropped. Against other tenants a tenant's bookings stand only as far as the fair share lets them.
+Each refusal reserves its tokens for the retry, so the next one is told a later time and who obeys finds room. A
+reservation is known by its tenant and size, for a client that repeats a request says nothing else; one that is not
+used within its own span again expires. How far a tenant's reservations count against others, ``admission`` decides.
 """
 
 import heapq
@@ -10,11 +10,11 @@ from collections import Counter, deque
 
 from contracts.tokens import Cost
 
-BOOKED_MAX = 1000
-"""Bookings of one tenant; beyond it nothing is booked, and callers are told about the same time as the last."""
+PER_TENANT_MAX = 1000
+"""Beyond it nothing is reserved, and callers are told about the same time as the last."""
 
 
-class Bookings:
+class RetryReservations:
     """Tokens that refused requests will ask for again."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Bookings:
         self._expiries: list[tuple[int, str, Cost, int]] = []
 
     def of(self, tenant: str) -> int:
-        """Tokens booked by ``tenant``."""
+        """Tokens reserved for retries of ``tenant``."""
         return self._own_tokens[tenant]
 
     def due(self, tenant: str, cost: Cost, now_ms: int) -> bool:
@@ -34,12 +34,13 @@ class Bookings:
         return line is not None and line[0] <= now_ms
 
     def use(self, tenant: str, cost: Cost, now_ms: int) -> None:
-        """Such a request was admitted: the oldest booking of its kind, if one is due, is done with."""
+        """Such a request was admitted: the oldest reservation of its kind, if one is due, is used up."""
         if self.due(tenant, cost, now_ms):
             self._drop(tenant, cost)
 
-    def book(self, tenant: str, cost: Cost, now_ms: int, wait_ms: int) -> None:
-        if self._own_count[tenant] >= BOOKED_MAX:
+    def add(self, tenant: str, cost: Cost, now_ms: int, wait_ms: int) -> None:
+        """Such a request was refused and told to come back after ``wait_ms``."""
+        if self._own_count[tenant] >= PER_TENANT_MAX:
             return
         due_at_ms = now_ms + wait_ms
         self._due_at.setdefault((tenant, cost), deque()).append(due_at_ms)
@@ -49,7 +50,7 @@ class Bookings:
         self._own_count[tenant] += 1
 
     def pass_time(self, now_ms: int) -> None:
-        """Drop what was not used in time."""
+        """Drop what has expired."""
         while self._expiries and self._expiries[0][0] <= now_ms:
             _, tenant, cost, due_at_ms = heapq.heappop(self._expiries)
             line = self._due_at.get((tenant, cost))

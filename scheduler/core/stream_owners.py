@@ -1,36 +1,41 @@
-"""Who holds the streams (gateways, client services): when each was last heard, and which requests are its own."""
+"""Stream owners (gateways, client services): when each was last heard, and which requests are its own."""
 
 
-class Holders:
-    """Ticks are the owner's own, as in ``pool``. A holder that was never heard counts from its first request."""
+class StreamOwners:
+    """Time is counted in loopback heartbeats (``beats``), as in ``worker_pool``.
+
+    An owner that was never heard counts from its first request.
+    """
 
     def __init__(self) -> None:
         self._heard: dict[str, int] = {}
         self._requests: dict[str, dict[str, None]] = {}
 
-    def add(self, holder: str, request_id: str, tick: int) -> None:
-        self._heard.setdefault(holder, tick)
-        self._requests.setdefault(holder, {})[request_id] = None
+    def add(self, owner: str, request_id: str, beats: int) -> None:
+        """From now on the owner's silence ends the request."""
+        self._heard.setdefault(owner, beats)
+        self._requests.setdefault(owner, {})[request_id] = None
 
-    def discard(self, holder: str, request_id: str) -> None:
-        """The request is over."""
-        if (requests := self._requests.get(holder)) is not None:
+    def discard(self, owner: str, request_id: str) -> None:
+        """The request is settled."""
+        if (requests := self._requests.get(owner)) is not None:
             requests.pop(request_id, None)
             if not requests:
-                del self._requests[holder]
+                del self._requests[owner]
 
-    def heard(self, holder: str, tick: int) -> None:
-        self._heard[holder] = tick
+    def heard(self, owner: str, beats: int) -> None:
+        """A heartbeat of the owner came."""
+        self._heard[owner] = beats
 
-    def silent(self, tick: int, lost_ticks: int) -> list[str]:
-        """Those not heard for more than ``lost_ticks``."""
-        return [holder for holder, last in self._heard.items() if tick - last > lost_ticks]
+    def silent(self, beats: int, lost_after_beats: int) -> list[str]:
+        """Those not heard for more than ``lost_after_beats``."""
+        return [owner for owner, last in self._heard.items() if beats - last > lost_after_beats]
 
-    def leave(self, holder: str) -> list[str]:
-        """Forget the holder; gives its open requests, the oldest first."""
-        self._heard.pop(holder, None)
-        return list(self._requests.pop(holder, ()))
+    def leave(self, owner: str) -> list[str]:
+        """Forget the owner; gives its open requests, the oldest first."""
+        self._heard.pop(owner, None)
+        return list(self._requests.pop(owner, ()))
 
     def __len__(self) -> int:
-        """Open requests that somebody holds."""
+        """Open requests whose owner is watched."""
         return sum(map(len, self._requests.values()))

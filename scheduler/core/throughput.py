@@ -11,7 +11,7 @@ BOUND_AFTER_MS = 200.0
 DURATION_GUESS_MS = 5_000.0
 
 
-class Drain:
+class ThroughputEstimate:
     """Rate in reserved tokens per millisecond, over time in which requests waited.
 
     Queue and rate are both counted in reserved tokens, so the estimate needs no model of real use.

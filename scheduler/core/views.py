@@ -1,14 +1,10 @@
 """What the core shows of itself: one request's status, the live queues, and the rules that always hold."""
 
-from typing import TYPE_CHECKING
-
 from contracts.messages.control import RequestState, StatusAnswer
 from contracts.messages.queues import QueueAnswer, TenantQueue
 from scheduler.core import outcomes
-from scheduler.core.request import WAITING, Request, State
-
-if TYPE_CHECKING:
-    from scheduler.core.core import Core
+from scheduler.core.lifecycle import Lifecycle
+from scheduler.core.transitions import WAITING, State
 
 _SHOWN: dict[State, RequestState] = {
     State.ADMITTED: "admitted",
@@ -20,12 +16,12 @@ _SHOWN: dict[State, RequestState] = {
 }
 
 
-def status(core: "Core", tenant: str, request_id: str) -> StatusAnswer:
+def status(life: Lifecycle, tenant: str, request_id: str) -> StatusAnswer:
     """What ``tenant`` may know of a request; another tenant's is unknown to it."""
-    request = core.requests.get(request_id)
+    request = life.requests.get(request_id)
     if request is not None and request.tenant == tenant:
         return StatusAnswer(state=_SHOWN[request.state], attempt=request.attempt, worker=request.worker)
-    ended = core.memory.ended(request_id)
+    ended = life.tombstones.ended(request_id)
     if request is None and ended is not None and ended.event.tenant == tenant:
         event = ended.event
         return StatusAnswer(
@@ -35,25 +31,25 @@ def status(core: "Core", tenant: str, request_id: str) -> StatusAnswer:
             outcome=event.outcome,
             last_seq=event.last_seq,
             error=ended.error,
-            end=outcomes.told(event),
+            end=outcomes.end_data(event),
         )
     return StatusAnswer(state="unknown")
 
 
-def queues(core: "Core", now_ms: int) -> QueueAnswer:
+def queues(life: Lifecycle, now_ms: int) -> QueueAnswer:
     """The live queues, for operators and gateways' readiness."""
     oldest: dict[str, int] = {}
     running: dict[str, int] = {}
-    for request in core.requests.values():
+    for request in life.requests.values():
         if request.state in WAITING:
             since = request.envelope.admitted_at_ms
             oldest[request.tenant] = min(oldest.get(request.tenant, since), since)
         else:
             running[request.tenant] = running.get(request.tenant, 0) + 1
     tenants = []
-    for name, quota in sorted(core.admission.quotas.items()):
+    for name, quota in sorted(life.admission.quotas.items()):
         if quota.open:
-            share = core.queue.shares.get(name)
+            share = life.queue.shares.get(name)
             tenants.append(
                 TenantQueue(
                     tenant=name,
@@ -66,47 +62,44 @@ def queues(core: "Core", now_ms: int) -> QueueAnswer:
                 )
             )
     return QueueAnswer(
-        model=core.model,
-        owner=core.owner,
-        epoch=core.epoch,
-        waiting=core.admission.waiting,
-        running=len(core.requests) - core.admission.waiting,
-        reserved_tokens=core.admission.reserved_tokens,
-        workers=[worker.beat for worker in core.pool.workers.values()],
+        model=life.model,
+        owner=life.owner,
+        epoch=life.epoch,
+        waiting=life.admission.waiting,
+        running=len(life.requests) - life.admission.waiting,
+        reserved_tokens=life.admission.reserved_tokens,
+        workers=[worker.beat for worker in life.pool.workers.values()],
         tenants=tenants,
     )
 
 
-def check_invariants(core: "Core") -> None:
+def check_invariants(life: Lifecycle) -> None:
     """Raise AssertionError when the state contradicts itself; tests call it after every step."""
-    requests = list(core.requests.values())
-    admission = core.admission
+    requests = list(life.requests.values())
+    admission = life.admission
     waiting = [request for request in requests if request.state in WAITING]
     queued = [request for request in waiting if request.state is State.QUEUED]
     assert admission.waiting == len(waiting), (admission.waiting, len(waiting))
     assert admission.waiting_tokens == sum(request.cost.total for request in waiting)
     assert admission.reserved_tokens == sum(request.cost.total for request in requests)
-    assert len(core.queue) == len(queued)
-    assert all(request.id in core.queue for request in queued)
-    assert not any(core.memory.ended(request.id) for request in requests)
+    assert len(life.queue) == len(queued)
+    assert all(request.id in life.queue for request in queued)
+    assert not any(life.tombstones.ended(request.id) for request in requests)
     for name, quota in admission.quotas.items():
         own = [request for request in requests if request.tenant == name]
         assert quota.open == len(own), name
         assert quota.waiting == sum(request.state in WAITING for request in own), name
         assert quota.reserved_tokens == sum(request.cost.total for request in own), name
-    for name, share in core.queue.shares.items():
+    for name, share in life.queue.shares.items():
         own = [request for request in requests if request.tenant == name]
         assert share.waiting == sum(request.state is State.QUEUED for request in own), name
         assert share.running == sum(request.dispatched_at_ms > 0 for request in own), name
-    for worker in core.pool.workers.values():
+    for worker in life.pool.workers.values():
         assert worker.slots_reserved == sum(load.slots for load in worker.work.values())
         assert worker.kv_reserved == sum(load.kv_tokens for load in worker.work.values())
         assert worker.slots_reserved <= worker.beat.slots or worker.beat.state == "starting"
         for request_id in worker.work:
-            assert core.requests[request_id].worker == worker.beat.worker
+            assert life.requests[request_id].worker == worker.beat.worker
     for request in requests:
-        assert not (request.state is State.QUEUED and request.dispatched_at_ms), _story(request)
-
-
-def _story(request: Request) -> str:
-    return f"{request.id} {request.state} {request.history}"
+        assert request.state not in (State.NEW, State.SETTLED), request
+        assert not (request.state is State.QUEUED and request.dispatched_at_ms), request

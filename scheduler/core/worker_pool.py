@@ -1,7 +1,7 @@
-"""The workers of one model: what each can take, what it holds, and who is dead.
+"""The workers of one model: what each can take, what it has in flight, and who is dead.
 
-Silence is counted in the observer's own ticks, which travel through the bus to the same subscription as the
-heartbeats: while those do not arrive, nobody is lost (DESIGN.md section 7).
+Silence is counted in loopback heartbeats: the scheduler's own, which travel through the bus to the same subscription
+as those of the workers. While they do not arrive, nobody is lost.
 """
 
 from collections.abc import Iterator
@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from contracts.messages.base import Epoch
 from contracts.messages.control import Progress, WorkerHeartbeat
+
+EVICTED_MAX = 4096
+"""Names of lost workers that are remembered: hours of the worst flapping. A guess."""
 
 
 class Load(NamedTuple):
@@ -23,21 +26,32 @@ class Load(NamedTuple):
 class Worker:
     """One worker incarnation as the scheduler sees it."""
 
-    __slots__ = ("adopted", "beat", "blamed", "held", "kv_reserved", "last_tick", "slots_reserved", "suspects", "work")
+    __slots__ = (
+        "adopted",
+        "attributed",
+        "beat",
+        "heard_at_beat",
+        "in_flight",
+        "kv_reserved",
+        "poison_candidates",
+        "slots_reserved",
+        "work",
+    )
 
-    def __init__(self, beat: WorkerHeartbeat, tick: int) -> None:
+    def __init__(self, beat: WorkerHeartbeat, heard_at_beat: int) -> None:
         self.beat = beat
-        self.last_tick = tick
+        self.heard_at_beat = heard_at_beat
+        """Number of loopback heartbeats when it was last heard."""
         self.work: dict[str, Load] = {}
         """By request id: the attempts dispatched here."""
         self.slots_reserved = 0
         self.kv_reserved = 0
-        self.suspects: set[str] = set()
-        """Suspect requests placed here that have no first token yet."""
-        self.blamed: set[str] = set()
-        """Suspects under which the last engine here died."""
-        self.held: set[str] = set()
-        """Request ids that the worker itself said it holds."""
+        self.poison_candidates: set[str] = set()
+        """Those placed here that have no first token yet."""
+        self.attributed: set[str] = set()
+        """Poison candidates to which the death of the last engine here is attributed."""
+        self.in_flight: set[str] = set()
+        """Request ids that the worker itself said it has."""
         self.adopted: dict[str, None] = {}
         """Request ids of work that an earlier owner dispatched here, until the worker knows our epoch."""
 
@@ -48,17 +62,20 @@ class Worker:
         self.slots_reserved += load.slots
         self.kv_reserved += load.kv_tokens
 
-    def blames_another(self, request_id: str) -> bool:
-        """Whether a death here is put down to a suspect other than this request."""
-        return bool((self.suspects | self.blamed) - {request_id}) and request_id not in self.suspects
-
     def release(self, request_id: str, *, died: bool = False) -> None:
-        if died and request_id in self.suspects:
-            self.blamed.add(request_id)
+        """The attempt no longer runs here; ``died``: because engine or worker died."""
+        if died and request_id in self.poison_candidates:
+            self.attributed.add(request_id)
         self._unreserve(request_id)
         self.work.pop(request_id, None)
-        self.suspects.discard(request_id)
-        self.held.discard(request_id)
+        self.poison_candidates.discard(request_id)
+        self.in_flight.discard(request_id)
+        self.adopted.pop(request_id, None)
+
+    def exonerates(self, request_id: str) -> bool:
+        """Whether a death here is attributed to a poison candidate other than this request."""
+        others = (self.poison_candidates | self.attributed) - {request_id}
+        return bool(others) and request_id not in self.poison_candidates
 
     def _unreserve(self, request_id: str) -> None:
         if (load := self.work.get(request_id)) is not None:
@@ -66,39 +83,45 @@ class Worker:
             self.kv_reserved -= load.kv_tokens
 
 
-class Pool:
-    """All workers of a model. ``patience_ms``: how long a request that fits nobody may be passed by smaller ones.
+class WorkerPool:
+    """All workers of a model.
 
-    The rule for large requests: one that fits no worker though slots are free is passed by smaller ones for
-    ``patience_ms``; then it claims the worker with the least reserved, which takes nothing else until it fits. So a
-    large request waits, once it is its turn, at most its patience plus the longest running generation, and blocks one
-    worker only.
+    The rule for large requests: one that fits no worker though slots are free is passed by smaller ones for the
+    starvation timeout; then the worker with the least reserved is reserved for it, and takes nothing else until it
+    fits. So a large request waits, once it is its turn, at most that time plus the longest running generation, and
+    blocks one worker only.
     """
 
-    def __init__(self, *, epoch: Epoch, lost_ticks: int, kv_overbooking: float, patience_ms: int) -> None:
+    def __init__(
+        self, *, epoch: Epoch, lost_after_beats: int, kv_overbooking: float, starvation_timeout_ms: int
+    ) -> None:
         self.workers: dict[str, Worker] = {}
         self.evicted: dict[str, int] = {}
-        """Worker -> tick of its eviction; a name never comes back."""
-        self.tick = 0
+        """Worker -> loopback heartbeat of its eviction; a name never comes back."""
+        self.beats = 0
+        """Loopback heartbeats so far."""
         self.kv_overbooking = kv_overbooking
+        """Tokens reserved on a worker may reach its KV cache's capacity times this."""
         self._epoch = epoch
-        self._lost_ticks = lost_ticks
-        self._patience_ms = patience_ms
-        self._claims: dict[str, str] = {}
-        """Worker -> the large request that it is kept for."""
+        self._lost_after_beats = lost_after_beats
+        self._starvation_timeout_ms = starvation_timeout_ms
+        self._reserved_for: dict[str, str] = {}
+        """Worker -> the large request that it is reserved for."""
+
+    # -- who is there ------------------------------------------------------------------------------------
 
     def seen(self, beat: WorkerHeartbeat) -> tuple[Worker, list[Progress]]:
-        """Take in a heartbeat; gives the worker and the progress of attempts that it says it holds."""
+        """Take in a heartbeat; gives the worker and the progress of its attempts in flight."""
         worker = self.workers.get(beat.worker)
         if worker is None:
-            worker = self.workers[beat.worker] = Worker(beat, self.tick)
+            worker = self.workers[beat.worker] = Worker(beat, self.beats)
         size = worker.beat.slots, worker.beat.kv_tokens
         worker.beat = beat
-        worker.last_tick = self.tick
+        worker.heard_at_beat = self.beats
         if size != (beat.slots, beat.kv_tokens):  # Known by its work only until now, or its engine is a new one.
             for request_id, load in worker.work.items():
-                worker.reserve(request_id, self.load(worker, load.choices, load.tokens))
-        worker.held = {progress.request_id for progress in beat.in_flight}
+                worker.reserve(request_id, self._load(worker, load.choices, load.tokens))
+        worker.in_flight = {progress.request_id for progress in beat.in_flight}
         return worker, beat.in_flight
 
     def expect(self, name: str, model: str, version: str) -> Worker:
@@ -106,45 +129,49 @@ class Pool:
         worker = self.workers.get(name)
         if worker is None:
             silent = WorkerHeartbeat(worker=name, model=model, version=version, state="starting")
-            worker = self.workers[name] = Worker(silent, self.tick)
+            worker = self.workers[name] = Worker(silent, self.beats)
         return worker
 
     def silent(self) -> Iterator[Worker]:
-        """Workers that were not heard for ``lost_ticks`` of our own ticks."""
+        """Workers that were not heard for too many loopback heartbeats."""
         for worker in list(self.workers.values()):
-            if self.tick - worker.last_tick > self._lost_ticks:
+            if self.beats - worker.heard_at_beat > self._lost_after_beats:
                 yield worker
 
     def evict(self, worker: Worker) -> None:
+        """The worker is lost, for good."""
         self.workers.pop(worker.beat.worker, None)
-        self._claims.pop(worker.beat.worker, None)
-        if len(self.evicted) > 4096:
+        self._reserved_for.pop(worker.beat.worker, None)
+        if len(self.evicted) >= EVICTED_MAX:
             del self.evicted[next(iter(self.evicted))]
-        self.evicted[worker.beat.worker] = self.tick
+        self.evicted[worker.beat.worker] = self.beats
 
     def usable(self, worker: Worker) -> bool:
         """Ready, and has acknowledged this owner's epoch."""
         return worker.beat.state == "ready" and worker.beat.epoch >= self._epoch
 
     def unacknowledged(self) -> bool:
-        """Whether some live worker has not acknowledged the epoch; nothing is dispatched meanwhile."""
+        """Whether some live worker has not acknowledged the epoch; a takeover waits for it."""
         return any(worker.beat.epoch < self._epoch for worker in self.workers.values())
 
+    # -- placing -----------------------------------------------------------------------------------------
+
     def has_room(self) -> bool:
+        """Whether some worker has a free slot."""
         return any(self.usable(w) and w.slots_reserved < w.beat.slots for w in self.workers.values())
 
-    def place(self, key: str, *, choices: int, tokens: int, version: str, suspect: bool) -> Worker | None:
-        """The least loaded worker that can take the request now, or None."""
+    def place(self, key: str, *, choices: int, tokens: int, version: str, poison_candidate: bool) -> Worker | None:
+        """The least loaded worker that can take the request ``key`` now, or None."""
         best: Worker | None = None
         best_load = 0.0
         for worker in self.workers.values():
             if not self.usable(worker) or (version and worker.beat.version != version):
                 continue
-            if self._claims.get(worker.beat.worker, key) != key:
+            if self._reserved_for.get(worker.beat.worker, key) != key:
                 continue
-            if suspect and worker.suspects:
+            if poison_candidate and worker.poison_candidates:
                 continue
-            wanted = self.load(worker, choices, tokens)
+            wanted = self._load(worker, choices, tokens)
             if worker.slots_reserved + wanted.slots > worker.beat.slots:
                 continue
             if worker.kv_reserved + wanted.kv_tokens > self._kv_limit(worker):
@@ -157,40 +184,40 @@ class Pool:
                 best, best_load = worker, load
         return best
 
-    def assign(self, worker: Worker, request_id: str, *, choices: int, tokens: int, suspect: bool) -> None:
-        """Reserve room for the request's attempt."""
-        worker.blamed.clear()
-        worker.reserve(request_id, self.load(worker, choices, tokens))
-        if suspect:
-            worker.suspects.add(request_id)
+    def assign(self, worker: Worker, request_id: str, *, choices: int, tokens: int, poison_candidate: bool) -> None:
+        """Take up room for the request's attempt."""
+        worker.attributed.clear()
+        worker.reserve(request_id, self._load(worker, choices, tokens))
+        if poison_candidate:
+            worker.poison_candidates.add(request_id)
 
-    def load(self, worker: Worker, choices: int, tokens: int) -> Load:
-        """What the request takes up there; one that exceeds a worker runs on it alone."""
-        return Load(choices, tokens, min(choices, worker.beat.slots), min(tokens, self._kv_limit(worker)))
-
-    def claim(self, key: str, *, version: str, waited_ms: int) -> None:
-        """A request that fits nobody now: after its patience a worker is kept for it."""
-        if waited_ms < self._patience_ms or key in self._claims.values():
+    def reserve_worker(self, key: str, *, version: str, waited_ms: int) -> None:
+        """A request that fits nobody now: after the starvation timeout a worker is reserved for it."""
+        if waited_ms < self._starvation_timeout_ms or key in self._reserved_for.values():
             return
         free = [
             worker
             for worker in self.workers.values()
             if self.usable(worker)
             and (not version or worker.beat.version == version)
-            and worker.beat.worker not in self._claims
+            and worker.beat.worker not in self._reserved_for
             and worker.slots_reserved < worker.beat.slots  # Else nothing fits, and it is only not this one's turn.
         ]
         if free:
             chosen = min(free, key=lambda worker: worker.kv_reserved / max(1, self._kv_limit(worker)))
-            self._claims[chosen.beat.worker] = key
+            self._reserved_for[chosen.beat.worker] = key
 
-    def drop_claim(self, key: str) -> bool:
-        """Whether a worker was kept for the request; it is free for others now."""
-        for name, claimed in list(self._claims.items()):
-            if claimed == key:
-                del self._claims[name]
+    def free_worker(self, key: str) -> bool:
+        """Whether a worker was reserved for the request; it is free for others now."""
+        for name, reserved_for in list(self._reserved_for.items()):
+            if reserved_for == key:
+                del self._reserved_for[name]
                 return True
         return False
+
+    def _load(self, worker: Worker, choices: int, tokens: int) -> Load:
+        """What the request takes up there; one that exceeds a worker runs on it alone."""
+        return Load(choices, tokens, min(choices, worker.beat.slots), min(tokens, self._kv_limit(worker)))
 
     def _kv_limit(self, worker: Worker) -> int:
         return int(worker.beat.kv_tokens * self.kv_overbooking)

@@ -13,8 +13,9 @@ from contracts.messages.admission import AdmissionRequest
 from contracts.messages.base import Epoch
 from contracts.messages.control import WorkerHeartbeat
 from contracts.messages.records import Manifest, PoolLimits
-from scheduler.core import events as ev
-from scheduler.core.core import Core, Settings
+from scheduler.core import events
+from scheduler.core.core import Core
+from scheduler.core.settings import Settings
 
 EPOCH = Epoch(1, 1)
 UNBOUNDED = PoolLimits(
@@ -28,7 +29,7 @@ def measure(requests: int, tenants: int) -> tuple[float, float, float]:
         name="m", version="v", engine="simulated", context=8192, default_output_tokens=16, limits=UNBOUNDED
     )
     core = Core(model="m", owner="s", epoch=EPOCH, manifest=manifest, settings=Settings(), now_ms=0)
-    core.step(ev.Recovered(), 0)
+    core.step(events.Recovered(), 0)
     asked = [
         AdmissionRequest(
             request_id=f"r{number}",
@@ -44,16 +45,16 @@ def measure(requests: int, tenants: int) -> tuple[float, float, float]:
     gc.collect()
     started = time.process_time()
     for number, request in enumerate(asked):
-        core.step(ev.AdmissionAsked(request, None), number)
+        core.step(events.AdmissionAsked(request, None), number)
     admitted = time.process_time()
     for number, request in enumerate(asked):
         envelope = core.requests[request.request_id].envelope
-        core.step(ev.RequestStored(envelope, number + 1, number), number)
+        core.step(events.RequestStored(envelope, number + 1, number), number)
     queued = time.process_time()
     beat = WorkerHeartbeat(
         worker="w", model="m", version="v", state="ready", epoch=EPOCH, slots=requests, kv_tokens=10**12
     )
-    core.step(ev.WorkerSeen(beat), requests)
+    core.step(events.WorkerSeen(beat), requests)
     dispatched = time.process_time()
     assert len(core.queue) == 0
     spans = (admitted - started, queued - admitted, dispatched - queued)

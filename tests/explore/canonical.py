@@ -1,6 +1,6 @@
 """One form for equal states: instants become distances from now, and what only reports or counts is left out.
 
-Left out: histories and metrics; the drain rate and fairness counters (one tenant without limits: they decide
+Left out: histories and metrics; the throughput estimate and fairness counters (one tenant without limits: they decide
 nothing); times that are only written into terminal events. Plain dicts and sets are taken as unordered.
 """
 
@@ -23,11 +23,22 @@ OLD_MS = -6_000
 
 _LEFT_OUT = frozenset(
     (
-        *("history", "_history", "_effects", "_handlers", "_settings", "settings", "_bounds", "manifest", "_life"),
+        *(
+            "history",
+            "_history",
+            "effects",
+            "_effects",
+            "_handlers",
+            "_settings",
+            "settings",
+            "_bounds",
+            "manifest",
+            "_life",
+        ),
         *("_queue",),
-        *("outcomes", "refusals", "lost_workers", "drain", "bookings"),
+        *("outcomes", "refusals", "lost_workers", "throughput", "retry_reservations"),
         *("counter", "charged", "_order", "_active", "_last_leaver"),
-        *("tick", "admitted_at_ms", "ended_at_ms", "first_token_at_ms", "error_message"),
+        *("beats", "admitted_at_ms", "ended_at_ms", "first_token_at_ms", "error_message"),
     )
 )
 _UNORDERED = frozenset(("cancel_waiters", "askers"))
@@ -59,7 +70,7 @@ class _Walk:
     def __init__(self, state: Any) -> None:
         self.shape: list[Any] = []
         self.times: list[int] = []
-        self._tick = state.pool.tick if isinstance(state, Core) else 0
+        self._beats = state.pool.beats if isinstance(state, Core) else 0
         self._visit(state)
 
     def _visit(self, value: Any) -> None:
@@ -110,13 +121,13 @@ class _Walk:
             if name in _LEFT_OUT:
                 continue
             inner = getattr(value, name)
-            if name == "last_tick":
-                self.shape.append(min(LOST_TICKS + 1, self._tick - inner))
+            if name == "heard_at_beat":
+                self.shape.append(min(LOST_TICKS + 1, self._beats - inner))
             elif name == "evicted":
                 self.shape.append(tuple(sorted(inner)))
             elif name == "_heard":
-                self.shape.append(tuple(sorted((k, min(LOST_TICKS + 1, self._tick - t)) for k, t in inner.items())))
-            elif name in ("deadlines", "_lapses"):
+                self.shape.append(tuple(sorted((k, min(LOST_TICKS + 1, self._beats - t)) for k, t in inner.items())))
+            elif name in ("deadlines", "_expiries"):
                 self._visit(sorted(inner))
             elif name in _UNORDERED:
                 self.shape.append(tuple(sorted(set(map(repr, inner)))))

@@ -65,8 +65,10 @@ class ForgetfulCore(Core):
 class ImpatientCore(Core):
     """Acts on the loss of a worker before it knows that no other end was stored."""
 
-    def end(self, request: Request, outcome: Outcome, code: str, message: str, *, worker_died: bool = False) -> None:
-        super().end(request, outcome, code, message, worker_died=worker_died)
+    def propose_end(
+        self, request: Request, outcome: Outcome, code: str, message: str, *, worker_died: bool = False
+    ) -> None:
+        super().propose_end(request, outcome, code, message, worker_died=worker_died)
         if outcome == "lost":
             event = outcomes.proposed(
                 request,
@@ -76,7 +78,7 @@ class ImpatientCore(Core):
                 message,
                 version="v1",
                 worker_died=worker_died,
-                now_ms=self._now,
+                now_ms=self.now_ms,
             )
             self.decide(request, event)
 
@@ -84,8 +86,8 @@ class ImpatientCore(Core):
 class AmnesiacTakeover(Takeover):
     """Does not know which attempts of a request ended by a death."""
 
-    def _recount(self, request: Request) -> None:
-        request.counted = request.attempt - 1
+    def _recount(self, request: Request, attempt: int) -> None:
+        request.counted = attempt - 1
         request.deaths = 0
 
 

@@ -26,10 +26,9 @@ from contracts.messages.frames import Frame, FramesAnswer
 from contracts.messages.records import Manifest, TenantRecord
 from contracts.messages.request import RequestEnvelope, WorkItem
 from contracts.streaming.relay import AskFrames, AskStatus, Finish, Forward, Relay, RelaySettings
-from scheduler.config import Settings
-from scheduler.core import events as ev
-from scheduler.core import views
+from scheduler.core import events, views
 from scheduler.core.core import Core
+from scheduler.core.settings import Settings
 from tests.explore.canonical import form, near
 from tests.explore.records import LOST_TICKS, TICK_MS, Op, Violation
 from worker.core import events as wev
@@ -54,10 +53,10 @@ TENANT = "t"
 MANIFEST = Manifest(name="m", version="v1", engine="simulated", context=4096, default_output_tokens=4)
 SETTINGS = Settings(
     publish_within_ms=3 * TICK_MS,
-    lapse_margin_ms=TICK_MS,
-    lost_ticks=LOST_TICKS,
+    expiry_margin_ms=TICK_MS,
+    lost_after_beats=LOST_TICKS,
     cancel_repeat_ms=2 * TICK_MS,
-    unheld_ms=5 * TICK_MS,
+    pickup_timeout_ms=5 * TICK_MS,
 )
 RELAY = RelaySettings(
     silence_ms=4 * TICK_MS,
@@ -166,7 +165,7 @@ class Parts:
         core = self._core(
             model="m", owner=owner, epoch=Epoch(1, revision), manifest=MANIFEST, settings=SETTINGS, now_ms=now
         )
-        core.step(ev.TenantChanged(TENANT, TenantRecord(name=TENANT)), now)
+        core.step(events.TenantChanged(TENANT, TenantRecord(name=TENANT)), now)
         return self.core.add(core)
 
     def new_worker(self) -> int:
@@ -186,10 +185,10 @@ def _core_facts(core: Core) -> tuple[int, ...]:
         core.admission.reserved_tokens
         + core.admission.waiting
         + len(core.queue)
-        + sum(worker.slots_reserved + worker.kv_reserved + len(worker.suspects) for worker in pool)
+        + sum(worker.slots_reserved + worker.kv_reserved + len(worker.poison_candidates) for worker in pool)
         + sum(quota.open for quota in core.admission.quotas.values())
         + sum(share.running + share.waiting for share in core.queue.shares.values())
-        + len(core.holders)
+        + len(core.stream_owners)
         + len(core.cancelling)
         + len(core.deferred)
     )
@@ -214,36 +213,36 @@ def _unpack_core(packed: bytes) -> Core:
     return core
 
 
-def _core_event(op: Op) -> ev.Event:
+def _core_event(op: Op) -> events.Event:
     match op:
         case ("ask", data):
-            return ev.AdmissionAsked(ADMISSION.decode(data), ADMISSION.decode(data).request_id)
+            return events.AdmissionAsked(ADMISSION.decode(data), ADMISSION.decode(data).request_id)
         case ("request", seq, stored_at, data):
-            return ev.RequestStored(ENVELOPE.decode(data), seq, stored_at)
+            return events.RequestStored(ENVELOPE.decode(data), seq, stored_at)
         case ("found", seq, data):
-            return ev.WorkFound(ITEM.decode(data), seq)
+            return events.WorkFound(ITEM.decode(data), seq)
         case ("recovered",):
-            return ev.Recovered()
+            return events.Recovered()
         case ("work_stored", rid, attempt, seq):
-            return ev.WorkStored(rid, attempt, seq)
+            return events.WorkStored(rid, attempt, seq)
         case ("work_refused", rid, attempt, missing):
-            return ev.WorkRefused(rid, attempt, missing)
+            return events.WorkRefused(rid, attempt, missing)
         case ("ended", data):
-            return ev.TerminalStored(EVENT.decode(data))
+            return events.TerminalStored(EVENT.decode(data))
         case ("cancel", rid, data):
-            return ev.CancelAsked(TENANT, CANCEL.decode(data), rid)
+            return events.CancelAsked(TENANT, CANCEL.decode(data), rid)
         case ("controlled", rid, attempt, data):
-            return ev.ControlAnswered(rid, attempt, CONTROLLED.decode(data))
+            return events.ControlAnswered(rid, attempt, CONTROLLED.decode(data))
         case ("status", rid):
-            return ev.StatusAsked(TENANT, rid, rid)
+            return events.StatusAsked(TENANT, rid, rid)
         case ("beat", _, data):
-            return ev.WorkerSeen(BEAT.decode(data))
+            return events.WorkerSeen(BEAT.decode(data))
         case ("stream_owner", _, data):
-            return ev.HolderSeen(STREAM_OWNER.decode(data))
+            return events.StreamOwnerSeen(STREAM_OWNER.decode(data))
         case ("tick",):
-            return ev.OwnTickSeen()
+            return events.LoopbackSeen()
         case ("time",):
-            return ev.TimePassed()
+            return events.TimePassed()
     raise TypeError(op)
 
 
@@ -251,7 +250,7 @@ def _step_core(core: Core, op: Op, now: int) -> list[Op]:
     if op[0] == "all":
         return [output for inner in op[1:] for output in _step_core(core, inner, now)]
     if op[0] == "item":  # What the shell asks before it stores an attempt.
-        effect = ev.StoreWork(**dict(zip(ev.StoreWork.__struct_fields__, op[1:], strict=True)))
+        effect = events.StoreWork(**dict(zip(events.StoreWork.__struct_fields__, op[1:], strict=True)))
         request = core.awaits_work(effect)
         if request is None:
             return []
@@ -269,27 +268,27 @@ def _step_core(core: Core, op: Op, now: int) -> list[Op]:
     return [_core_output(effect) for effect in effects]
 
 
-def _core_output(effect: ev.Effect) -> Op:
+def _core_output(effect: events.Effect) -> Op:
     match effect:
-        case ev.AnswerAdmission(handle, answer):
+        case events.AnswerAdmission(handle, answer):
             return "admission", handle, encode(answer)
-        case ev.AnswerCancel(handle, answer):
+        case events.AnswerCancel(handle, answer):
             return "cancelled", handle, encode(answer)
-        case ev.AnswerStatus(handle, answer):
+        case events.AnswerStatus(handle, answer):
             return "status", handle, encode(answer)
-        case ev.AckRequest(seq):
+        case events.AckRequest(seq):
             return "ack", seq
-        case ev.DeleteWork(seq):
+        case events.DeleteWork(seq):
             return "delete", seq
-        case ev.StoreWork():
+        case events.StoreWork():
             return "work", *msgspec.structs.astuple(effect)
-        case ev.Quarantine():
+        case events.Quarantine():
             return "quarantine", effect.request_seq, effect.work_seq
-        case ev.StoreTerminal(event):
+        case events.StoreTerminal(event):
             return "end", event.request_id, event.attempt, encode(event)
-        case ev.SendControl(worker, order):
+        case events.SendControl(worker, order):
             return "control", worker, encode(order)
-        case ev.SendFrame(_, frame):
+        case events.SendFrame(_, frame):
             return "frame", frame.stream, encode(frame)
     raise TypeError(effect)
 

@@ -26,12 +26,11 @@ from contracts.messages.control import (
 from contracts.messages.frames import Frame
 from contracts.messages.records import Manifest, PoolLimits, TenantLimits, TenantRecord
 from contracts.messages.request import Reply, RequestEnvelope, WorkItem
-from scheduler.config import Settings
-from scheduler.core import events as ev
-from scheduler.core import views
+from scheduler.core import events, views
 from scheduler.core.core import Core
 from scheduler.core.fair_queue import SCAN_PER_TENANT
-from scheduler.core.request import State
+from scheduler.core.settings import Settings
+from scheduler.core.transitions import State
 
 EPOCH = Epoch(1, 7)
 LIMITS = TenantLimits(rpm=2_000, input_tpm=400_000, output_tpm=100_000, concurrency=20)
@@ -93,7 +92,7 @@ class World:
         self.workers: list[FakeWorker] = []
         self.answers: dict[str, AdmissionAnswer] = {}
         self.frames: dict[str, list[Frame]] = {}
-        self.quarantined: dict[str, ev.Quarantine] = {}
+        self.quarantined: dict[str, events.Quarantine] = {}
         self.cancel_answers: list[CancelAnswer] = []
         self.asked: dict[str, AdmissionRequest] = {}
         self.unpublished: list[str] = []
@@ -103,7 +102,7 @@ class World:
         self.digest = hashlib.sha256()
         self.names = [f"t{number}" for number in range(tenants)]
         self.tell_tenants()
-        self.feed(ev.Recovered())
+        self.feed(events.Recovered())
 
     def new_core(self, epoch: Epoch) -> Core:
         return Core(
@@ -111,13 +110,13 @@ class World:
             owner="s",
             epoch=epoch,
             manifest=manifest(**self.limits),
-            settings=Settings(publish_within_ms=1_000, lapse_margin_ms=200),
+            settings=Settings(publish_within_ms=1_000, expiry_margin_ms=200),
             now_ms=self.now,
         )
 
     def tell_tenants(self) -> None:
         for name in self.names:
-            self.feed(ev.TenantChanged(name, TenantRecord(name=name, limits=LIMITS)))
+            self.feed(events.TenantChanged(name, TenantRecord(name=name, limits=LIMITS)))
 
     def takeover(self) -> None:
         """The owner dies with half of its last effects done; another one rebuilds itself from the streams.
@@ -130,11 +129,11 @@ class World:
         self.tell_tenants()
         self.tail.clear()
         for event in list(self.attempts.values()):
-            self.feed(ev.TerminalStored(event))
+            self.feed(events.TerminalStored(event))
         for seq, item in list(self.work.items()):
-            self.feed(ev.WorkFound(item, seq))
+            self.feed(events.WorkFound(item, seq))
         for seq, envelope in list(self.requests.items()):
-            self.feed(ev.RequestStored(envelope, seq, self.now))
+            self.feed(events.RequestStored(envelope, seq, self.now))
         for effect in in_flight:
             if self.random.random() < 0.5:
                 effect()
@@ -143,17 +142,17 @@ class World:
             if not self.core.pool.unacknowledged():
                 break
         for seq, item in list(self.work.items()):
-            self.feed(ev.WorkFound(item, seq))
+            self.feed(events.WorkFound(item, seq))
         self.read_tail()
-        self.feed(ev.Recovered())
+        self.feed(events.Recovered())
 
     def read_tail(self) -> None:
         while self.tail:
-            self.feed(ev.TerminalStored(self.tail.pop(0)))
+            self.feed(events.TerminalStored(self.tail.pop(0)))
 
     # -- the core ----------------------------------------------------------------------------------------
 
-    def feed(self, event: ev.Event) -> None:
+    def feed(self, event: events.Event) -> None:
         for effect in self.core.step(event, self.now):
             self.number += 1
             self.digest.update(type(effect).__name__.encode() + msgspec.json.encode(effect))
@@ -161,32 +160,32 @@ class World:
         views.check_invariants(self.core)
         self.check_work_conserving()
 
-    def perform(self, effect: ev.Effect) -> None:
+    def perform(self, effect: events.Effect) -> None:
         match effect:
-            case ev.AnswerAdmission(handle, answer):
+            case events.AnswerAdmission(handle, answer):
                 self.answers[handle] = answer
                 if answer.admitted and handle in self.asked:
                     self.check_limits(self.asked[handle].tenant)
                 if answer.admitted and handle not in self.unpublished:
                     self.unpublished.append(handle)
-            case ev.AnswerCancel(_, answer):
+            case events.AnswerCancel(_, answer):
                 self.cancel_answers.append(answer)
-            case ev.SendFrame(_, frame):
+            case events.SendFrame(_, frame):
                 self.frames.setdefault(frame.stream, []).append(frame)
-            case ev.AckRequest(seq):
+            case events.AckRequest(seq):
                 self.pending.append(lambda: self.requests.pop(seq, None) and None)
-            case ev.DeleteWork(seq):
+            case events.DeleteWork(seq):
                 self.pending.append(lambda: self.work.pop(seq, None) and None)
-            case ev.Quarantine():
+            case events.Quarantine():
                 self.quarantined[effect.envelope.request_id] = effect
                 self.pending.append(lambda: self.requests.pop(effect.request_seq, None) and None)
                 self.pending.append(lambda: self.work.pop(effect.work_seq, None) and None)
-            case ev.StoreTerminal(event):
+            case events.StoreTerminal(event):
                 self.pending.append(lambda: self.store_attempt(event))
-            case ev.StoreWork():
+            case events.StoreWork():
                 core = self.core
                 self.pending.append(lambda: self.store_work(core, effect))
-            case ev.SendControl(worker, order):
+            case events.SendControl(worker, order):
                 self.pending.append(lambda: self.control(worker, order))
 
     def check_limits(self, tenant: str) -> None:
@@ -195,7 +194,7 @@ class World:
         limits = self.core.admission.manifest.limits
         concurrency = quota.limits.concurrency
         assert concurrency is None or quota.open <= concurrency
-        for bucket in (quota.requests, quota.input, quota.output):
+        for bucket in (quota.request_bucket, quota.input_bucket, quota.output_bucket):
             assert bucket.level(self.now) >= 0
         assert self.core.admission.waiting <= limits.queued_requests
         assert quota.waiting <= limits.tenant_queued_requests
@@ -203,7 +202,7 @@ class World:
     def check_work_conserving(self) -> None:
         """What could run now does, unless a worker is kept for a large request or the scan's bounds end it."""
         core = self.core
-        if core.recovering or core.pool._claims or len(core.queue) > SCAN_PER_TENANT:
+        if core.recovering or core.pool._reserved_for or len(core.queue) > SCAN_PER_TENANT:
             return
         for request in core.requests.values():
             if request.state is State.QUEUED:
@@ -212,7 +211,7 @@ class World:
                     choices=request.envelope.choices,
                     tokens=request.cost.total,
                     version="",
-                    suspect=request.deaths > 0,
+                    poison_candidate=request.deaths > 0,
                 )
                 assert placed is None, f"{request.id} waits although it fits {placed.beat.worker}"
 
@@ -224,7 +223,7 @@ class World:
         self.tail.append(event)
         return True
 
-    def store_work(self, core: Core, effect: ev.StoreWork) -> None:
+    def store_work(self, core: Core, effect: events.StoreWork) -> None:
         request = core.awaits_work(effect)
         if request is None:
             return
@@ -234,13 +233,13 @@ class World:
         held = effect.request_seq in self.requests or effect.work_seq in self.work
         assert held, f"the body of {effect.request_id} is gone: {request.history}"
         if self.random.random() < 0.05:
-            self.feed(ev.WorkRefused(effect.request_id, effect.attempt))
+            self.feed(events.WorkRefused(effect.request_id, effect.attempt))
             if self.random.random() < 0.5:
                 return  # Else: stored after all.
         seq = self.add_work(core, effect, request.envelope)
-        self.feed(ev.WorkStored(effect.request_id, effect.attempt, seq))
+        self.feed(events.WorkStored(effect.request_id, effect.attempt, seq))
 
-    def add_work(self, core: Core, effect: ev.StoreWork, envelope: RequestEnvelope) -> int:
+    def add_work(self, core: Core, effect: events.StoreWork, envelope: RequestEnvelope) -> int:
         self.seq += 1
         self.work[self.seq] = WorkItem(
             epoch=core.epoch,
@@ -265,7 +264,7 @@ class World:
                 worker.evicted = True
                 worker.running.clear()
         if isinstance(order, CancelAttempt):
-            self.feed(ev.ControlAnswered(order.request_id, order.attempt, answer))
+            self.feed(events.ControlAnswered(order.request_id, order.attempt, answer))
 
     def cancel_on(self, worker: FakeWorker, key: tuple[str, int]) -> str:
         worker.never.add(key)
@@ -362,7 +361,7 @@ class World:
         )
         asked = msgspec.structs.replace(asked, **fields)
         self.asked[asked.request_id] = asked
-        self.feed(ev.AdmissionAsked(asked, asked.request_id))
+        self.feed(events.AdmissionAsked(asked, asked.request_id))
         return asked.request_id
 
     def publish(self, request_id: str) -> int:
@@ -386,7 +385,7 @@ class World:
             reply=Reply(subject="reply.v1.x", stream=request_id),
             stream_owner=asked.stream_owner,
         )
-        self.feed(ev.RequestStored(self.requests[self.seq], self.seq, self.now))
+        self.feed(events.RequestStored(self.requests[self.seq], self.seq, self.now))
         return self.seq
 
     # -- histories ---------------------------------------------------------------------------------------
@@ -402,9 +401,11 @@ class World:
         elif draw < 0.52 and self.asked:
             request_id = self.random.choice(list(self.asked))
             tenant = self.asked[request_id].tenant if self.random.random() < 0.9 else "stranger"
-            self.feed(ev.CancelAsked(tenant, CancelRequest(request_id=request_id), None))
+            self.feed(events.CancelAsked(tenant, CancelRequest(request_id=request_id), None))
         elif draw < 0.54:
-            self.feed(ev.HolderSeen(StreamOwnerHeartbeat(stream_owner="g1", leaving=self.random.random() < 0.3)))
+            self.feed(
+                events.StreamOwnerSeen(StreamOwnerHeartbeat(stream_owner="g1", leaving=self.random.random() < 0.3))
+            )
         elif draw < 0.56 and sum(w.alive for w in self.workers) < 3:
             self.start_worker()
         elif draw < 0.57 and self.workers:
@@ -416,7 +417,7 @@ class World:
             self.takeover()
         elif draw < 0.60 and self.requests:  # Delivered again.
             seq = self.random.choice(list(self.requests))
-            self.feed(ev.RequestStored(self.requests[seq], seq, self.now))
+            self.feed(events.RequestStored(self.requests[seq], seq, self.now))
         else:
             self.pass_time(self.random.choice([1, 20, 100, 500]))
 
@@ -435,10 +436,10 @@ class World:
         for worker in self.workers:
             self.run_worker(worker)
             if worker.alive and not worker.frozen and not worker.evicted:
-                self.feed(ev.WorkerSeen(worker.beat()))
+                self.feed(events.WorkerSeen(worker.beat()))
         if span_ms >= 100:
-            self.feed(ev.OwnTickSeen())
-        self.feed(ev.TimePassed())
+            self.feed(events.LoopbackSeen())
+        self.feed(events.TimePassed())
 
     def settle(self) -> None:
         """Let everything come to its end: a healthy worker, no new requests, no faults."""
@@ -447,11 +448,11 @@ class World:
         healthy = self.start_worker()
         healthy.slots, healthy.kv_tokens = 8, 50_000
         for _ in range(400):
-            self.feed(ev.HolderSeen(StreamOwnerHeartbeat(stream_owner="g1")))
-            self.feed(ev.HolderSeen(StreamOwnerHeartbeat(stream_owner="g2")))
+            self.feed(events.StreamOwnerSeen(StreamOwnerHeartbeat(stream_owner="g1")))
+            self.feed(events.StreamOwnerSeen(StreamOwnerHeartbeat(stream_owner="g2")))
             self.pass_time(500)
             for seq, item in list(self.work.items()):  # The sweep.
-                self.feed(ev.WorkFound(item, seq))
+                self.feed(events.WorkFound(item, seq))
             if not self.core.requests and not self.pending and not self.tail:
                 return
         raise AssertionError(f"never quiet: {[(r.id, r.state, r.history) for r in self.core.requests.values()]}")

@@ -5,7 +5,7 @@ import pytest
 
 from contracts.messages.control import CancelRequest
 from contracts.messages.records import TenantLimits, TenantRecord
-from scheduler.core import events as ev
+from scheduler.core import events
 from tests.support.scheduler_world import FakeWorker, World
 from tests.unit.test_scheduler_core import pull, run_pending, submit, worker_of, world
 
@@ -22,7 +22,7 @@ class OneSlot:
         self.made: World = world()
         for tenant in ("t1", "t2"):
             record = TenantRecord(name=tenant, limits=TenantLimits(), weight=weights.get(tenant, 1.0))
-            self.made.feed(ev.TenantChanged(tenant, record))
+            self.made.feed(events.TenantChanged(tenant, record))
         self.worker: FakeWorker = worker_of(self.made)
         self.served = {"t1": 0.0, "t2": 0.0}
         """Used tokens by weight."""
@@ -49,7 +49,7 @@ class OneSlot:
         self.worker.running[key] = progress
         self.made.now += progress.prompt_tokens + progress.completion_tokens
         if outcome == "cancelled":
-            self.made.feed(ev.CancelAsked(request.tenant, CancelRequest(request_id=key[0]), None))
+            self.made.feed(events.CancelAsked(request.tenant, CancelRequest(request_id=key[0]), None))
         else:
             del self.worker.running[key]
             self.made.end(self.worker, progress, outcome)

@@ -5,7 +5,7 @@ import pytest
 from contracts.errors import HeadraceError
 from contracts.messages.admission import AdmissionRequest
 from contracts.messages.records import TenantLimits, TenantRecord
-from scheduler.core.admission import RETRY_AFTER_S_MAX, Admission
+from scheduler.core.admission import RETRY_AFTER_S_MAX, AdmissionControl
 from scheduler.core.fair_queue import FairQueue
 from scheduler.core.request import Request
 from tests.support.scheduler_world import manifest
@@ -15,15 +15,15 @@ TOKENS_PER_S = 10
 DEADLINE_MS = 4000
 
 
-def slow_pool() -> Admission:
+def slow_pool() -> AdmissionControl:
     """A pool without room that has worked off 10 tokens a second for as long as it remembers."""
-    admission = Admission(manifest(), FairQueue(ageing_ms=1_000_000), 0)
-    admission.drain.done(100 * TOKENS_PER_S, 1000)
-    admission.drain.pass_time(100_000, saturated=True)
+    admission = AdmissionControl(manifest(), FairQueue(ageing_ms=1_000_000), 0)
+    admission.throughput.done(100 * TOKENS_PER_S, 1000)
+    admission.throughput.pass_time(100_000, saturated=True)
     return admission
 
 
-def refusal(admission: Admission, number: int) -> HeadraceError:
+def refusal(admission: AdmissionControl, number: int) -> HeadraceError:
     asked = AdmissionRequest(
         request_id=f"r{number}",
         tenant="t",
@@ -42,7 +42,7 @@ def refusal(admission: Admission, number: int) -> HeadraceError:
 def test_many_prompts_reserve_each_prompt_once() -> None:
     """A hundred prompts of 500 tokens, two choices each, by all limits that are checked."""
     limits = TenantLimits(input_tpm=50_000, output_tpm=3_200, queued_tokens=53_200)
-    admission = Admission(manifest(), FairQueue(ageing_ms=1_000_000), 0)
+    admission = AdmissionControl(manifest(), FairQueue(ageing_ms=1_000_000), 0)
     admission.set_tenant("t", TenantRecord(name="t", limits=limits), 0)
     asked = AdmissionRequest(
         request_id="r",
@@ -58,7 +58,7 @@ def test_many_prompts_reserve_each_prompt_once() -> None:
     request = Request.admitted(asked, now_ms=0, publish_by_ms=1000, deadline_at_ms=1000)
     admission.reserve(request, 0)
     assert admission.reserved_tokens == admission.quota("t", 0).reserved_tokens == 53_200
-    assert admission.quota("t", 0).input.level(0) == admission.quota("t", 0).output.level(0) == 0
+    assert admission.quota("t", 0).input_bucket.level(0) == admission.quota("t", 0).output_bucket.level(0) == 0
 
 
 def test_each_refusal_names_a_later_time_until_the_line_is_as_long_as_the_longest() -> None:
@@ -68,4 +68,6 @@ def test_each_refusal_names_a_later_time_until_the_line_is_as_long_as_the_longes
     assert 1 <= told[0] < 5
     assert told[-1] == RETRY_AFTER_S_MAX
     longest_s = RETRY_AFTER_S_MAX + DEADLINE_MS / 1000
-    assert admission.bookings.tokens <= longest_s * TOKENS_PER_S + TOKENS, "refused requests do not add up for ever"
+    assert admission.retry_reservations.tokens <= longest_s * TOKENS_PER_S + TOKENS, (
+        "refused requests do not add up for ever"
+    )

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch
 from contracts.messages.control import CancelRequest, Progress, StreamOwnerHeartbeat
 from contracts.messages.frames import ErrorData, LostData
 from contracts.messages.records import TenantLimits, TenantRecord
-from scheduler.core import events as ev
-from scheduler.core.request import TRANSITIONS, InvalidTransition, State
+from scheduler.core import events
+from scheduler.core.transitions import TRANSITIONS, InvalidTransition, State, Trigger, mermaid
 from tests.support.scheduler_world import EPOCH, FakeWorker, World
 
 ERROR = msgspec.json.Decoder(ErrorData)
@@ -32,7 +33,7 @@ def worker_of(made: World, slots: int = 1, kv_tokens: int = 10_000) -> FakeWorke
     worker = FakeWorker(f"w{len(made.workers)}", slots, kv_tokens)
     worker.epoch = EPOCH
     made.workers.append(worker)
-    made.feed(ev.WorkerSeen(worker.beat()))
+    made.feed(events.WorkerSeen(worker.beat()))
     return worker
 
 
@@ -41,7 +42,7 @@ def run_pending(made: World) -> None:
         while made.pending:
             made.pending.pop(0)()
         while made.tail:
-            made.feed(ev.TerminalStored(made.tail.pop(0)))
+            made.feed(events.TerminalStored(made.tail.pop(0)))
 
 
 def submit(made: World, **fields: object) -> str:
@@ -64,13 +65,30 @@ def submit(made: World, **fields: object) -> str:
 
 def pull(made: World, worker: FakeWorker) -> None:
     made.run_worker(worker)
-    made.feed(ev.WorkerSeen(worker.beat()))
+    made.feed(events.WorkerSeen(worker.beat()))
+
+
+def attempt_event(made: World, request_id: str, **fields: object) -> AttemptEvent:
+    """An end of attempt 1, stored by the scheduler unless ``fields`` say otherwise."""
+    asked = made.asked[request_id]
+    known = {
+        "request_id": request_id,
+        "attempt": 1,
+        "tenant": asked.tenant,
+        "key_id": asked.key_id,
+        "model": asked.model,
+        "version": "v1",
+        "endpoint": asked.endpoint,
+        "priority": asked.priority,
+        "reporter": "scheduler",
+    }
+    return AttemptEvent(**known | fields)  # type: ignore[arg-type]
 
 
 def silence(made: World, ticks: int = 8) -> None:
     for _ in range(ticks):
         made.now += 500
-        made.feed(ev.OwnTickSeen())
+        made.feed(events.LoopbackSeen())
     run_pending(made)
 
 
@@ -91,7 +109,7 @@ def test_a_request_is_dispatched_acknowledged_and_settled() -> None:
     progress = worker.running.pop((request_id, 1))
     made.end(worker, msgspec.structs.replace(progress, completion_tokens=4), "completed")
     run_pending(made)
-    assert made.core.memory.ended(request_id).event.outcome == "completed"
+    assert made.core.tombstones.ended(request_id).event.outcome == "completed"
     assert made.core.admission.reserved_tokens == 0 and not made.core.requests
 
 
@@ -99,7 +117,7 @@ def test_admission_is_idempotent_by_request_id() -> None:
     made = world()
     request_id = made.ask(tenant="t0")
     reserved = made.core.admission.reserved_tokens
-    made.feed(ev.AdmissionAsked(made.asked[request_id], "again"))
+    made.feed(events.AdmissionAsked(made.asked[request_id], "again"))
     assert made.answers["again"] == made.answers[request_id]
     assert made.core.admission.reserved_tokens == reserved
 
@@ -107,7 +125,7 @@ def test_admission_is_idempotent_by_request_id() -> None:
 def test_exactly_one_of_ten_parallel_requests_fits_the_token_limit() -> None:
     made = world()
     limits = TenantLimits(output_tpm=200)
-    made.feed(ev.TenantChanged("t0", TenantRecord(name="t0", limits=limits)))
+    made.feed(events.TenantChanged("t0", TenantRecord(name="t0", limits=limits)))
     worker = worker_of(made, slots=20)
     ids = [submit(made, max_output_tokens=120) for _ in range(10)]
     admitted = [i for i in ids if made.answers[i].admitted]
@@ -118,39 +136,47 @@ def test_exactly_one_of_ten_parallel_requests_fits_the_token_limit() -> None:
     progress = worker.running.pop((admitted[0], 1))
     made.end(worker, msgspec.structs.replace(progress, completion_tokens=40), "completed")
     run_pending(made)
-    assert made.core.admission.quotas["t0"].output.level(made.now) == pytest.approx(160, abs=1)
+    assert made.core.admission.quotas["t0"].output_bucket.level(made.now) == pytest.approx(160, abs=1)
 
 
 @pytest.mark.parametrize("kind", ["concurrency", "tokens", "queue"])
 def test_a_refused_request_charges_nothing(kind: str) -> None:
     made = world(limits={"queued_requests": 1})
     limits = TenantLimits(rpm=5, output_tpm=1000, concurrency=1 if kind == "concurrency" else None)
-    made.feed(ev.TenantChanged("t0", TenantRecord(name="t0", limits=limits)))
+    made.feed(events.TenantChanged("t0", TenantRecord(name="t0", limits=limits)))
     submit(made)
     quota = made.core.admission.quotas["t0"]
-    before = (quota.requests.level(made.now), quota.output.level(made.now), made.core.admission.reserved_tokens)
+    before = (
+        quota.request_bucket.level(made.now),
+        quota.output_bucket.level(made.now),
+        made.core.admission.reserved_tokens,
+    )
     refused = submit(made, max_output_tokens=995 if kind == "tokens" else 10)
     answer = made.answers[refused]
     assert not answer.admitted
     assert answer.code == ("overloaded" if kind == "queue" else "rate_limit_exceeded")
     assert answer.retry_after_s is not None and 1 <= answer.retry_after_s <= 60
-    assert before == (quota.requests.level(made.now), quota.output.level(made.now), made.core.admission.reserved_tokens)
+    assert before == (
+        quota.request_bucket.level(made.now),
+        quota.output_bucket.level(made.now),
+        made.core.admission.reserved_tokens,
+    )
 
 
 def test_a_request_larger_than_a_bucket_is_told_which_limit() -> None:
     made = world()
-    made.feed(ev.TenantChanged("t0", TenantRecord(name="t0", limits=TenantLimits(input_tpm=100))))
+    made.feed(events.TenantChanged("t0", TenantRecord(name="t0", limits=TenantLimits(input_tpm=100))))
     answer = made.answers[submit(made, prompt_tokens=101)]
     assert answer.code == "request_exceeds_limit" and "100 input tokens per minute" in answer.message
 
 
 def test_a_reservation_lapses_when_its_request_never_arrives() -> None:
     made = world()
-    made.feed(ev.TenantChanged("t0", TenantRecord(name="t0", limits=TenantLimits(rpm=2))))
+    made.feed(events.TenantChanged("t0", TenantRecord(name="t0", limits=TenantLimits(rpm=2))))
     made.ask(tenant="t0")
     made.pass_time(1_500)
     assert made.core.admission.reserved_tokens == 0
-    assert made.core.admission.quotas["t0"].requests.level(made.now) == 2
+    assert made.core.admission.quotas["t0"].request_bucket.level(made.now) == 2
 
 
 def test_a_request_stored_after_its_time_expires_and_never_runs() -> None:
@@ -178,7 +204,7 @@ def test_the_deadline_passes_in_the_queue() -> None:
 def test_a_cancel_in_the_queue_ends_as_attempt_zero_and_is_durable() -> None:
     made = world()
     request_id = submit(made)
-    made.feed(ev.CancelAsked("t0", CancelRequest(request_id=request_id), None))
+    made.feed(events.CancelAsked("t0", CancelRequest(request_id=request_id), None))
     assert not made.cancel_answers, "durable only when the end is stored"
     run_pending(made)
     assert made.cancel_answers[0].durable and made.attempts[(request_id, 0)].outcome == "cancelled"
@@ -190,16 +216,16 @@ def test_a_cancel_in_the_queue_ends_as_attempt_zero_and_is_durable() -> None:
 def test_a_cancel_that_overtakes_its_request_holds() -> None:
     made = world()
     made.asked["late"] = made.asked[made.ask(tenant="t0", stream_owner="")]
-    made.feed(ev.CancelAsked("t0", CancelRequest(request_id="late"), None))
+    made.feed(events.CancelAsked("t0", CancelRequest(request_id="late"), None))
     asked = msgspec.structs.replace(made.asked["late"], request_id="late")
-    made.feed(ev.AdmissionAsked(asked, "late"))
+    made.feed(events.AdmissionAsked(asked, "late"))
     assert made.answers["late"].code == "cancelled"
 
 
 def test_nobody_cancels_for_another_tenant() -> None:
     made = world()
     request_id = submit(made)
-    made.feed(ev.CancelAsked("t1", CancelRequest(request_id=request_id), None))
+    made.feed(events.CancelAsked("t1", CancelRequest(request_id=request_id), None))
     run_pending(made)
     assert made.core.requests[request_id].state is State.QUEUED
 
@@ -211,11 +237,11 @@ def test_a_lost_worker_before_the_first_token_gives_a_second_attempt() -> None:
     run_pending(made)
     pull(made, first)
     first.running[(request_id, 1)] = Progress(request_id=request_id, attempt=1, prompt_tokens=10)
-    made.feed(ev.WorkerSeen(first.beat()))
+    made.feed(events.WorkerSeen(first.beat()))
     first.alive = False
     for _ in range(8):
         made.now += 500
-        made.feed(ev.OwnTickSeen())
+        made.feed(events.LoopbackSeen())
         if made.core.pool.evicted:
             break
     second = worker_of(made)
@@ -236,14 +262,14 @@ def test_a_lost_worker_after_tokens_ends_a_stream_and_repeats_a_gathered_answer(
         run_pending(made)
         pull(made, worker)
         worker.running[(request_id, 1)] = Progress(request_id=request_id, attempt=1, completion_tokens=3)
-        made.feed(ev.WorkerSeen(worker.beat()))
+        made.feed(events.WorkerSeen(worker.beat()))
         worker.alive = False
         silence(made)
         frame = made.frames[request_id][-1]
         if stream:
             assert ERROR.decode(frame.data).code == "worker_lost"
             assert made.attempts[(request_id, 1)].completion_tokens == 3
-            assert made.core.memory.ended(request_id)
+            assert made.core.tombstones.ended(request_id)
         else:
             assert frame.kind == "lost" and made.core.requests[request_id].state is State.QUEUED
 
@@ -252,7 +278,7 @@ def test_without_own_ticks_nobody_is_lost() -> None:
     made = world()
     worker_of(made)
     made.now += 60_000
-    made.feed(ev.TimePassed())
+    made.feed(events.TimePassed())
     assert made.core.pool.workers
 
 
@@ -262,7 +288,7 @@ def test_a_request_that_kills_two_workers_is_quarantined() -> None:
     for _ in range(2):
         kill(made, worker_of(made))
     assert ERROR.decode(made.frames[request_id][-1].data).code == "request_quarantined"
-    assert made.core.memory.ended(request_id) and not made.work
+    assert made.core.tombstones.ended(request_id) and not made.work
     kept = made.quarantined[request_id]
     assert kept.work_seq and kept.last.attempt == 2 and "ended 2 workers" in kept.reason
 
@@ -278,10 +304,10 @@ def test_a_death_beside_a_suspect_without_a_token_is_not_put_down_to_its_neighbo
         for key in list(worker.running):
             if key[0] == ids[0]:
                 worker.running[key] = Progress(request_id=key[0], attempt=key[1], completion_tokens=1)
-        made.feed(ev.WorkerSeen(worker.beat()))
+        made.feed(events.WorkerSeen(worker.beat()))
         run_pending(made)
         pull(made, worker)
-        made.feed(ev.WorkerSeen(worker.beat()))
+        made.feed(events.WorkerSeen(worker.beat()))
         assert len(worker.running) == 2
         worker.alive = False
         silence(made)
@@ -305,7 +331,7 @@ def test_no_worker_holds_two_suspects_before_their_first_token() -> None:
     pull(made, second)
     running = next(iter(second.running))
     second.running[running] = Progress(request_id=running[0], attempt=running[1], completion_tokens=1)
-    made.feed(ev.WorkerSeen(second.beat()))
+    made.feed(events.WorkerSeen(second.beat()))
     run_pending(made)
     assert {item.request.request_id for item in made.work.values() if item.worker == second.name} == set(ids)
 
@@ -313,7 +339,7 @@ def test_no_worker_holds_two_suspects_before_their_first_token() -> None:
 def test_a_lost_holder_cancels_its_requests() -> None:
     made = world()
     request_id = submit(made, stream_owner="g1")
-    made.feed(ev.HolderSeen(StreamOwnerHeartbeat(stream_owner="g1")))
+    made.feed(events.StreamOwnerSeen(StreamOwnerHeartbeat(stream_owner="g1")))
     silence(made)
     assert made.attempts[(request_id, 0)].outcome == "cancelled"
 
@@ -329,7 +355,7 @@ def test_a_large_request_is_passed_for_its_patience_and_then_waits_for_one_worke
     run_pending(made)
     assert passed in worker_names(made), "small ones pass while it is patient"
     made.now += 6_000
-    made.feed(ev.TimePassed())
+    made.feed(events.TimePassed())
     blocked = submit(made, prompt_tokens=50, max_output_tokens=10, tenant="t1")
     run_pending(made)
     assert blocked not in worker_names(made)
@@ -357,9 +383,9 @@ def test_takeover_adopts_work_and_drops_what_has_ended() -> None:
     after.core.recovering = True
     after.requests, after.work, after.attempts = made.requests, items, made.attempts
     for event in made.attempts.values():
-        after.feed(ev.TerminalStored(event))
+        after.feed(events.TerminalStored(event))
     for seq, item in items.items():
-        after.feed(ev.WorkFound(item, seq))
+        after.feed(events.WorkFound(item, seq))
     assert set(after.core.requests) == {running, ended, queued}
     assert after.core.requests[running].state is State.DISPATCHED
     assert after.core.requests[ended].state is State.QUEUED, "its failed attempt may be repeated"
@@ -371,16 +397,16 @@ def take_over(made: World) -> None:
     made.core = made.new_core(Epoch(1, made.core.epoch.revision + 1))
     made.tell_tenants()
     for event in list(made.attempts.values()):
-        made.feed(ev.TerminalStored(event))
+        made.feed(events.TerminalStored(event))
     for seq, item in list(made.work.items()):
-        made.feed(ev.WorkFound(item, seq))
+        made.feed(events.WorkFound(item, seq))
     for seq, envelope in list(made.requests.items()):
-        made.feed(ev.RequestStored(envelope, seq, made.now))
+        made.feed(events.RequestStored(envelope, seq, made.now))
     for worker in made.workers:
         if worker.alive:
             worker.epoch = made.core.epoch
-            made.feed(ev.WorkerSeen(worker.beat()))
-    made.feed(ev.Recovered())
+            made.feed(events.WorkerSeen(worker.beat()))
+    made.feed(events.Recovered())
     run_pending(made)
 
 
@@ -395,7 +421,7 @@ def test_a_takeover_knows_which_workers_a_request_has_ended(when: str) -> None:
         take_over(made)
     second = worker_of(made)
     second.epoch = made.core.epoch
-    made.feed(ev.WorkerSeen(second.beat()))
+    made.feed(events.WorkerSeen(second.beat()))
     run_pending(made)
     if when == "running":
         pull(made, second)
@@ -427,15 +453,40 @@ def test_a_takeover_does_not_count_attempts_that_no_worker_held() -> None:
     assert request_id in made.quarantined
 
 
+def test_a_takeover_adopts_an_attempt_whose_predecessor_it_had_adopted_before_it_reads_why() -> None:
+    """The owner before us still stores the loss of attempt 1 and attempt 2, both after our first look at WORK."""
+    made = world()
+    request_id = submit(made)
+    first = worker_of(made)
+    run_pending(made)
+    pull(made, first)
+    made.core = made.new_core(Epoch(1, made.core.epoch.revision + 1))
+    made.tell_tenants()
+    ((seq, item),) = made.work.items()
+    made.feed(events.WorkFound(item, seq))
+    first.alive = False
+    second = worker_of(made)
+    again = msgspec.structs.replace(item, attempt=2, worker=second.name)
+    made.feed(events.WorkFound(again, seq + 1))
+    assert not made.core.pool.workers[first.name].work, "the first worker has room again"
+    lost = attempt_event(made, request_id, outcome="lost", worker=first.name, retryable=True, engine_death=True)
+    made.feed(events.TerminalStored(lost))
+    request = made.core.requests[request_id]
+    assert (request.state, request.attempt, request.worker) == (State.DISPATCHED, 2, second.name)
+    assert (request.counted, request.deaths) == (1, 1)
+
+
 def test_a_withdrawn_attempt_of_a_live_worker_is_no_death() -> None:
     """WORK did not confirm what the worker holds: it is taken back and given again, and nobody is a suspect."""
     made = world()
     worker = worker_of(made)
     request_id = submit(made)
     made.feed(
-        ev.WorkerSeen(msgspec.structs.replace(worker.beat(), in_flight=[Progress(request_id=request_id, attempt=1)]))
+        events.WorkerSeen(
+            msgspec.structs.replace(worker.beat(), in_flight=[Progress(request_id=request_id, attempt=1)])
+        )
     )
-    made.feed(ev.WorkRefused(request_id, 1))
+    made.feed(events.WorkRefused(request_id, 1))
     run_pending(made)
     assert not made.attempts[(request_id, 1)].engine_death
     assert made.core.requests[request_id].deaths == 0 and made.core.requests[request_id].attempt == 2
@@ -468,17 +519,28 @@ def test_a_copy_of_a_request_that_failed_for_good_is_dropped() -> None:
     assert not made.core.requests and not made.requests and len(made.frames[request_id]) == errors
 
 
+def test_the_readme_draws_the_table_of_transitions() -> None:
+    readme = (Path(__file__).parents[2] / "scheduler" / "README.md").read_text()
+    assert f"```mermaid\n{mermaid()}\n```" in readme, "python -m scheduler.core.transitions prints the drawing"
+
+
+def test_every_state_is_reached_and_left() -> None:
+    assert {following for (_, _), following in TRANSITIONS.items()} == set(State) - {State.NEW}
+    assert {state for state, _ in TRANSITIONS} == set(State) - {State.SETTLED}
+    assert {trigger for _, trigger in TRANSITIONS} == set(Trigger)
+
+
 def test_a_missing_transition_is_an_error_with_history() -> None:
     made = world()
     request_id = submit(made)
-    with pytest.raises(InvalidTransition, match="admitted -> queued"):
-        made.core.advance(made.core.requests[request_id], "work_stored")
+    with pytest.raises(InvalidTransition, match="admitted, attempt 0: stored"):
+        made.core.requests[request_id].advance(Trigger.WORK_STORED, made.now)
 
 
 def test_every_state_can_end() -> None:
     for state in State:
-        if state is not State.ENDING:
-            assert (state, "end") in TRANSITIONS
+        if state not in (State.NEW, State.ENDING, State.SETTLED):
+            assert (state, Trigger.END_PROPOSED) in TRANSITIONS
 
 
 HISTORY = """

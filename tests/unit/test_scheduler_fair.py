@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.core.fair_queue import Entry, FairQueue
+from scheduler.core.fair_queue import FairQueue, QueuedRequest
 
 
-def serve_one(queue: FairQueue, now_ms: int = 0) -> Entry | None:
+def serve_one(queue: FairQueue, now_ms: int = 0) -> QueuedRequest | None:
     """The next request in fair order, served to its end with its whole charge used."""
-    found: list[Entry] = []
+    found: list[QueuedRequest] = []
 
-    def take(entry: Entry) -> bool:
+    def take(entry: QueuedRequest) -> bool:
         if found:
             return False
         queue.serve(entry.key)
@@ -101,7 +101,7 @@ def test_what_fits_nobody_does_not_stop_the_others() -> None:
     fill(queue, "large", 1, 100)
     fill(queue, "small", 3, 1)
 
-    def take(entry: Entry) -> bool:
+    def take(entry: QueuedRequest) -> bool:
         return entry.tenant == "small" and bool(queue.serve(entry.key))
 
     assert queue.scan(0, take) == 3
@@ -119,7 +119,7 @@ def test_counters_of_waiting_tenants_stay_within_the_stated_bound(seed: int, slo
     for name in names:
         queue.set_weight(name, weights[name])
     largest = 1000 / min(weights.values())
-    running: list[tuple[Entry, float]] = []
+    running: list[tuple[QueuedRequest, float]] = []
     number = 0
     for _ in range(300):
         for name in names:

@@ -5,11 +5,11 @@ import pytest
 from contracts.errors import HeadraceError
 from contracts.messages.records import TenantLimits
 from contracts.tokens import Cost
-from scheduler.core.quotas import Bucket, Quota
+from scheduler.core.quotas import Quota, TokenBucket
 
 
 def test_a_bucket_starts_full_refills_evenly_and_never_overflows() -> None:
-    bucket = Bucket(60, 0)
+    bucket = TokenBucket(60, 0)
     bucket.take(60, 0)
     assert bucket.level(0) == 0
     assert bucket.level(1_000) == pytest.approx(1)
@@ -19,7 +19,7 @@ def test_a_bucket_starts_full_refills_evenly_and_never_overflows() -> None:
 
 
 def test_a_lowered_limit_keeps_what_was_spent() -> None:
-    bucket = Bucket(100, 0)
+    bucket = TokenBucket(100, 0)
     bucket.take(50, 0)
     bucket.resize(20, 0)
     assert bucket.level(0) == -30
@@ -41,7 +41,7 @@ def test_settling_returns_what_was_not_used_at_once() -> None:
     quota = Quota(TenantLimits(output_tpm=200), 0)
     quota.reserve(Cost(10, 120), 0)
     quota.settle(Cost(10, 120), Cost(10, 40), 0, refund_request=False)
-    assert quota.output.level(0) == 160 and quota.open == 0 and quota.reserved_tokens == 0
+    assert quota.output_bucket.level(0) == 160 and quota.open == 0 and quota.reserved_tokens == 0
 
 
 def test_headers_speak_of_the_scarcer_bucket() -> None:

@@ -1,0 +1,22 @@
+"""Numbers of the scheduler's core."""
+
+import msgspec
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """All spans are milliseconds."""
+
+    publish_within_ms: int = 10_000
+    """From admission until REQUESTS must hold the request: twice the gateway's publish time limit."""
+    expiry_margin_ms: int = 2_000
+    """A reservation expires this long after publish_by, so that a message stored in time is never refused."""
+    lost_after_beats: int = 6
+    """Loopback heartbeats (500 ms apart) of silence until a worker or stream owner is lost: 3 s."""
+    cancel_repeat_ms: int = 1_000
+    ageing_ms: int = 30_000
+    """A batch request that waited this long stands with the interactive ones: half the default deadline."""
+    pickup_timeout_ms: int = 15_000
+    """An attempt in WORK that its worker, heard and ready, does not have in flight by then is given to another.
+    It happens only when something was lost on the way; a worker pulls within milliseconds."""
+    starvation_timeout_ms: int = 5_000
+    """How long a request that fits no worker may be passed by smaller ones."""
