@@ -1,32 +1,8 @@
-"""How people write points in time: a UTC day, or an instant with its zone."""
+"""The wall clock. Cores read no clock: the time is given to them."""
 
-import re
-from datetime import UTC, datetime, timedelta
-
-_DAY = re.compile(r"\d{4}-\d{2}-\d{2}\Z", re.ASCII)
-_INSTANT = re.compile(r"\d{4}-\d{2}-\d{2}[Tt ]\d{2}:\d{2}(:\d{2}(\.\d{1,6})?)?([Zz]|[+-]\d{2}:\d{2})\Z", re.ASCII)
-YEAR_MAX = 2999
-"""Beyond it nothing was used, and calendars end."""
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+import time
 
 
-def parse(text: str) -> int:
-    """Unix ms of a UTC day's start (``2026-11-29``) or of an instant (``2026-11-29T18:00:00Z``, or with another
-    offset). Raises ValueError for anything else, an instant without a zone too: nobody could say when it is.
-    """
-    if _DAY.match(text):
-        found = datetime.fromisoformat(text).replace(tzinfo=UTC)
-    elif _INSTANT.match(text):
-        found = datetime.fromisoformat(text.upper().replace("Z", "+00:00"))
-    else:
-        raise ValueError("neither a day like 2026-11-29 nor an instant like 2026-11-29T18:00:00Z")
-    if found.year > YEAR_MAX:
-        raise ValueError(f"after the year {YEAR_MAX}")
-    return (found - _EPOCH) // timedelta(milliseconds=1)
-
-
-def month_around(at_ms: int) -> tuple[int, int]:
-    """The UTC month around an instant, as a half-open range in Unix ms."""
-    first = (_EPOCH + timedelta(milliseconds=at_ms)).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
-    after = (first + timedelta(days=32)).replace(day=1)
-    return (first - _EPOCH) // timedelta(milliseconds=1), (after - _EPOCH) // timedelta(milliseconds=1)
+def now_ms() -> int:
+    """UTC Unix milliseconds."""
+    return time.time_ns() // 1_000_000

@@ -2,13 +2,14 @@
 
 import os
 import secrets
-import time
 import uuid
+
+from contracts import clock
 
 
 def request_id(now_ms: int | None = None) -> str:
     """A new UUIDv7 (RFC 9562 section 5.7): 48 bits of Unix milliseconds, then random bits. 36 characters."""
-    milliseconds = time.time_ns() // 1_000_000 if now_ms is None else now_ms
+    milliseconds = clock.now_ms() if now_ms is None else now_ms
     value = (milliseconds & (1 << 48) - 1) << 80 | int.from_bytes(os.urandom(10))
     value = value & ~(0xF << 76) | 0x7 << 76
     value = value & ~(0x3 << 62) | 0x2 << 62

@@ -7,16 +7,18 @@ what is stored is their HMAC under the pepper. Every function raises HeadraceErr
 import hashlib
 import hmac
 import secrets
-import time
 import unicodedata
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from contracts import ids, subjects, topology
 from contracts.bus import Bus, WrongSequence
+from contracts.clock import now_ms
 from contracts.errors import HeadraceError
+from contracts.messages.admission import DEADLINE_MS_MAX
 from contracts.messages.base import Codec
 from contracts.messages.records import KeyRecord, Manifest, PoolLimits, TenantLimits, TenantRecord
 
@@ -69,8 +71,8 @@ def check_tenant(record: TenantRecord) -> TenantRecord:
     if not 1 / WEIGHT_MAX <= record.weight <= WEIGHT_MAX:
         message = f"weight must be a number above 0: from {1 / WEIGHT_MAX:g} to {WEIGHT_MAX:g}"
         raise HeadraceError("invalid_request", message, param="weight")
-    if not 1 <= record.deadline_ms <= 3_600_000:
-        raise HeadraceError("invalid_request", "deadline_ms must be from 1 to 3600000", param="deadline_ms")
+    if not 1 <= record.deadline_ms <= DEADLINE_MS_MAX:
+        raise HeadraceError("invalid_request", f"deadline_ms must be from 1 to {DEADLINE_MS_MAX}", param="deadline_ms")
     if not record.priorities:
         raise HeadraceError("invalid_request", "priorities must name at least one class", param="priorities")
     _check_count("monthly_budget_tokens", record.monthly_budget_tokens)
@@ -96,7 +98,7 @@ def _check_count(field: str, value: float | None) -> None:
 
 async def create_tenant(bus: Bus, record: TenantRecord) -> TenantRecord:
     """A new tenant; an existing one with the same settings is returned as it is, another one refused."""
-    record = msgspec.structs.replace(check_tenant(record), created_at_ms=_now_ms())
+    record = msgspec.structs.replace(check_tenant(record), created_at_ms=now_ms())
     try:
         await bus.kv.create(topology.TENANTS, subjects.encode(record.name), _TENANT.encode(record))
     except WrongSequence as error:
@@ -139,9 +141,20 @@ def with_limits(
 # Keys ------------------------------------------------------------------------------------------------------
 
 
-def key_hash(pepper: bytes, secret: str) -> str:
+def read_pepper(path: Path) -> bytes:
+    """What keys the HMAC of API keys: the file's bytes, without white space around them."""
+    try:
+        pepper = path.read_bytes().strip()
+    except OSError as error:
+        raise HeadraceError("not_found", f"the key pepper cannot be read: {path}: {error.strerror}") from error
+    if not pepper:
+        raise HeadraceError("invalid_request", f"the key pepper is empty: {path}")
+    return pepper
+
+
+def key_hash(pepper: bytes, secret: bytes) -> str:
     """Key of the KEYS bucket for a secret: hex HMAC-SHA256 under the pepper."""
-    return hmac.new(pepper, secret.encode(), hashlib.sha256).hexdigest()
+    return hmac.digest(pepper, secret, hashlib.sha256).hex()
 
 
 async def create_key(bus: Bus, pepper: bytes, tenant_name: str, *, admin: bool = False) -> NewKey:
@@ -157,9 +170,9 @@ async def create_key(bus: Bus, pepper: bytes, tenant_name: str, *, admin: bool =
 
 async def keep_key(bus: Bus, pepper: bytes, secret: str, tenant_name: str, *, admin: bool = False) -> KeyRecord:
     """The record of ``secret``, made unless there is one, be it revoked or not."""
-    name = key_hash(pepper, secret)
+    name = key_hash(pepper, secret.encode())
     identifier = f"key_{secrets.token_hex(8)}"
-    record = KeyRecord(id=identifier, tenant=tenant_name, admin=admin, created_at_ms=_now_ms())
+    record = KeyRecord(id=identifier, tenant=tenant_name, admin=admin, created_at_ms=now_ms())
     try:
         await bus.kv.create(topology.KEYS, name, _KEY.encode(record))
     except WrongSequence:
@@ -184,7 +197,7 @@ async def revoke_key(bus: Bus, identifier: str) -> KeyRecord:
             continue
         if record.revoked_at_ms:
             return record
-        revoked = msgspec.structs.replace(record, revoked_at_ms=_now_ms())
+        revoked = msgspec.structs.replace(record, revoked_at_ms=now_ms())
         await bus.kv.put(topology.KEYS, entry.key, _KEY.encode(revoked))
         return revoked
     raise HeadraceError("not_found", f"there is no key with the id {identifier}")
@@ -256,7 +269,3 @@ async def _change(bus: Bus, bucket: str, name: str, codec: Codec[R], change: Cal
             continue
         return record
     raise HeadraceError("conflict", f"{name} is being changed by others; try again")
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

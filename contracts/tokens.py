@@ -2,6 +2,8 @@
 
 import msgspec
 
+from contracts.messages.base import RequestDemand
+
 
 class Cost(msgspec.Struct, frozen=True, order=True):
     """Tokens that a request reserves or has used: of all its prompts, and of all its choices together."""
@@ -14,10 +16,6 @@ class Cost(msgspec.Struct, frozen=True, order=True):
         return self.input_tokens + self.output_tokens
 
 
-def reserved(*, prompt_tokens: int, max_output_tokens: int, choices: int) -> Cost:
-    """What a request may occupy at most.
-
-    ``prompt_tokens``: over all prompts, each counted once, for the choices of one prompt share it.
-    ``max_output_tokens``: per choice. ``choices``: prompts times ``n``.
-    """
-    return Cost(prompt_tokens, max_output_tokens * choices)
+def reserved(demand: RequestDemand) -> Cost:
+    """What a request may occupy at most. Each prompt counts once, for its choices share it."""
+    return Cost(demand.prompt_tokens, demand.max_output_tokens * demand.choices)

@@ -2,10 +2,11 @@
 
 import asyncio
 import gc
+from pathlib import Path
 
 import structlog
 
-from contracts import ids
+from contracts import ids, registry
 from contracts.bus import Bus
 from contracts.messages.frames import ErrorData
 from gateway.config import GatewayConfig
@@ -34,7 +35,7 @@ class Gateway:
         self._stopping = asyncio.Event()
         self.addresses: list[str] = []
         """Where it listens, once it serves."""
-        self._directory = Directory.from_file(config.pepper_file)
+        self._directory = Directory(registry.read_pepper(Path(config.pepper_file)))
         self._catalog = Catalog()
         self._hub = Hub(bus, ids.incarnation("gw"), hold_s=config.hold_s, bytes_max=config.stream_bytes_max)
         self._admission = Admission(

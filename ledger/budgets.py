@@ -10,13 +10,13 @@ from collections.abc import Iterable
 
 import structlog
 
-from contracts import subjects
+from contracts import clock, instants, subjects
 from contracts.bus import Bus, BusError, WrongSequence
 from contracts.messages.base import Codec
 from contracts.messages.records import Budget
 from contracts.topology import BUDGETS
 from ledger import rollups
-from ledger.core import queries, rows
+from ledger.core import queries
 from ledger.store import Store, StoreError
 
 log = structlog.get_logger(__name__)
@@ -70,9 +70,9 @@ class Budgets:
                 pass
 
     async def _publish(self, tenants: set[str] | None) -> None:
-        now_ms = time.time_ns() // 1_000_000
-        month = rows.month_of(now_ms)
-        plan = await rollups.plan(self._store, *rows.month_range(now_ms))
+        now_ms = clock.now_ms()
+        month = instants.month_of(now_ms)
+        plan = await rollups.plan(self._store, *instants.month_around(now_ms))
         for tenant, tokens in await self._store.select(queries.month_tokens(plan, tenants)):
             key = subjects.encode(tenant)
             value = _budgets.encode(Budget(month=month, tokens=tokens))

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
-from contracts import subjects
+from contracts import clock, instants, subjects
 from contracts.bus import Incoming
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Codec
@@ -131,12 +131,12 @@ class Questions:
     async def invoice(self, tenant: str, month: str) -> InvoiceAnswer:
         subjects.encode(tenant)
         try:
-            from_ms, to_ms = rows.range_of_month(month)
+            from_ms, to_ms = instants.range_of_month(month)
         except ValueError as error:
             raise queries.BadQuery(str(error)) from error
         plan = await rollups.plan(self._store, from_ms, to_ms)
         found = await self._store.select(queries.invoice(plan, tenant))
-        closed = time.time_ns() // 1_000_000 >= to_ms + LATE_MS
+        closed = clock.now_ms() >= to_ms + LATE_MS
         return InvoiceAnswer(invoice=invoice(tenant, month, found, closed=closed, currency=self._prices.currency))
 
     async def _explain(self, data: bytes, tenant: str | None) -> ExplainAnswer:

@@ -4,7 +4,6 @@ A process is a candidate for every model of the registry; for each one that it o
 """
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ import structlog
 
 from contracts import ids, subjects, topology
 from contracts.bus import Bus, BusError, Incoming, KvEntry, OrderedConsumer, PullConsumer, Unconfirmed, WrongSequence
+from contracts.clock import now_ms
 from contracts.messages.admission import AdmissionRequest
 from contracts.messages.attempts import AttemptEvent, Quarantined
 from contracts.messages.base import NOTHING, Codec
@@ -66,10 +66,6 @@ REPLAY_MS = 70_000
 """Ends read back at a takeover to fill the buckets: a bucket's minute, and some delay."""
 CLOCKS_APART_MS = 5_000
 """What the clocks of schedulers and of the bus may differ: a request's ends are stored after its admission."""
-
-
-def now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 class Term:

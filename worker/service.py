@@ -14,6 +14,7 @@ import structlog
 
 from contracts import subjects, topology
 from contracts.bus import Bus, BusError, Incoming
+from contracts.clock import now_ms
 from contracts.messages.base import Codec
 from contracts.messages.control import ControlAnswer, ControlRequest, WorkerHeartbeat
 from contracts.messages.frames import EndData, ErrorData
@@ -180,7 +181,7 @@ class Worker:
     def _step(self, event: events.Event) -> None:
         credit = self._core.credit()
         try:
-            for effect in self._core.step(event, _now_ms()):
+            for effect in self._core.step(event, now_ms()):
                 self._perform(effect)
         except Exception as error:  # a bug: the state is not to be trusted any more
             if not self._broken.done():
@@ -413,7 +414,3 @@ async def _acknowledge(incoming: Incoming, incarnation: Incarnation) -> None:
 async def _respond(incoming: Incoming, data: bytes) -> None:
     with suppress(BusError):  # who asked asks again
         await incoming.respond(data)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

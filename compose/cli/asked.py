@@ -1,11 +1,10 @@
 """What usage and latency are asked for: dimensions, a range of time, a tenant."""
 
-import time
 from typing import Annotated, Any, get_args
 
 import typer
 
-from contracts import clock
+from contracts import clock, instants
 
 
 def by_option(dimension: Any, default: str) -> Any:
@@ -22,7 +21,7 @@ def by_option(dimension: Any, default: str) -> Any:
 
 def _instant(text: str) -> int:
     try:
-        return clock.parse(text)
+        return instants.parse(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -41,9 +40,9 @@ ToOption = Annotated[
 
 def month_or_range(start: int | None, end: int | None) -> tuple[int, int]:
     """The current UTC month where nothing is said; with one end alone, the rest of that end's month."""
-    at_ms = time.time_ns() // 1_000_000
+    at_ms = clock.now_ms()
     around = start if start is not None else end - 1 if end is not None else at_ms
-    month = clock.month_around(around)
+    month = instants.month_around(around)
     found = (month[0] if start is None else start, month[1] if end is None else end)
     if found[0] >= found[1]:
         raise typer.BadParameter("the range is empty or reversed: --to is the first instant that is left out")

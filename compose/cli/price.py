@@ -8,6 +8,7 @@ import typer
 
 from compose.cli.common import DataDirOption, JsonOption, on_bus, show, table
 from compose.stack.data_dir import ComposeError
+from contracts import clock
 from contracts.messages.base import Priority
 
 app = typer.Typer(no_args_is_help=True, help="Prices by model and tier.")
@@ -62,7 +63,7 @@ def price_set(
             cached_input=figures[1],
             output=figures[2],
             reasoning=figures[3],
-            created_at_ms=time.time_ns() // 1_000_000,
+            created_at_ms=clock.now_ms(),
         )
         for each in ([tier] if tier else get_args(Priority))
     ]

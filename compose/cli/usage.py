@@ -4,19 +4,7 @@ from typing import Annotated, Any
 
 from compose.cli.asked import FromOption, TenantOption, ToOption, by_option, month_or_range
 from compose.cli.common import CsvOption, DataDirOption, JsonOption, csv_text, on_bus, show, table
-from contracts.messages.usage import UsageDimension
-
-FIGURES = (
-    "requests",
-    "prompt_tokens",
-    "cached_tokens",
-    "completion_tokens",
-    "reasoning_tokens",
-    "attempts",
-    "unbilled_tokens",
-    "amount",
-    "unpriced_tokens",
-)
+from contracts.messages.usage import USAGE_FIGURES, UsageDimension
 
 
 def usage(
@@ -34,7 +22,7 @@ def usage(
     dimensions: list[UsageDimension] = list(dict.fromkeys(by or ["tenant"]))
     from_at_ms, to_at_ms = month_or_range(start, end)
     rows, currency = on_bus(data_dir, lambda bus, _: records.usage(bus, dimensions, from_at_ms, to_at_ms, tenant))
-    columns = (*dimensions, *FIGURES)
+    columns = (*dimensions, *USAGE_FIGURES)
     lines = [tuple(getattr(row, column) for column in columns) for row in rows]
     if as_csv and not as_json:
         print(csv_text((*columns, "currency"), [(*line, currency) for line in lines]))

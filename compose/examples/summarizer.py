@@ -74,7 +74,7 @@ def application(nats_url: str, tenant: str, model: str) -> FastAPI:
     @app.exception_handler(HeadraceError)
     async def refused(_: Request, error: HeadraceError) -> Response:
         log.warning("refused: %s", error.code)
-        status = error.entry.status if error.entry.status in PASSED_ON else 502
+        status = error.status if error.status in PASSED_ON else 502
         headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
         return PlainTextResponse(f"{error.message}\n", status, headers)
 

@@ -193,13 +193,9 @@ def find_target(data_dir: Path | None, environment: Mapping[str, str]) -> Target
 
 
 def read_pepper(path: Path | None) -> bytes:
-    """The pepper's bytes, as gateways read them; raises ComposeError."""
+    """The pepper's bytes, as gateways read them; raises ComposeError or HeadraceError."""
+    from contracts import registry
+
     if path is None:
         raise ComposeError("the key pepper is not known: set HEADRACE_PEPPER_FILE to the gateways' file")
-    try:
-        pepper = path.read_bytes().strip()
-    except OSError as error:
-        raise ComposeError(f"the key pepper cannot be read: {path}: {error.strerror}") from error
-    if not pepper:
-        raise ComposeError(f"the key pepper is empty: {path}")
-    return pepper
+    return registry.read_pepper(path)

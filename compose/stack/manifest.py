@@ -1,9 +1,7 @@
 """The manifest of a model that this machine can serve: what it is called, what it can do, where its files lie."""
 
-import time
-
 from compose.stack.data_dir import ComposeError, Engine
-from contracts import registry
+from contracts import clock, registry
 from contracts.messages.records import Manifest
 
 SIMULATED_MODEL = "simulated"
@@ -23,7 +21,7 @@ def default_model(engine: Engine) -> str:
 
 def make_manifest(engine: Engine, name: str, sim_context: int) -> Manifest:
     """The manifest of a model; its files are prepared, with progress on the terminal, where it has any."""
-    created_at_ms = time.time_ns() // 1_000_000
+    created_at_ms = clock.now_ms()
     if engine == "simulated":
         return Manifest(
             name=registry.check_name("model name", name),

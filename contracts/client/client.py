@@ -420,7 +420,7 @@ class Stream(Generic[A]):
             self._model = answer.model or self._model
             return None, False
         refusal = _raised(answer.error or ErrorData(code="internal_error", message="Refused without a reason."))
-        status = answer.status if answer.status >= 400 else refusal.entry.status
+        status = answer.status if answer.status >= 400 else refusal.status
         return refusal, status in _RETRIED
 
     # Frames and questions -----------------------------------------------------------------------------------

@@ -1,30 +1,17 @@
 """Admission: what the gateway asks of a model's scheduler, and its decision."""
 
-from contracts.messages.base import Endpoint, Epoch, Message, Priority
+from contracts.messages.base import Epoch, Message, Priority, RequestDemand
+
+DEADLINE_MS_MAX = 3_600_000
+"""Longest time to the first token that a caller or a tenant may ask for: an hour."""
 
 
-class AdmissionRequest(Message, frozen=True, kw_only=True):
+class AdmissionRequest(RequestDemand, frozen=True, kw_only=True):
     """Gateway -> scheduler, ``admit.v1.<model>``. Idempotent by ``request_id``."""
 
-    request_id: str
-    tenant: str
-    key_id: str
-    model: str
-    endpoint: Endpoint
-    prompt_tokens: int
-    """Exact; over all prompts of the request."""
-    max_output_tokens: int
-    """Per choice."""
-    choices: int = 1
-    """Answers generated in all: prompts times ``n``."""
-    stream: bool = False
     priority: Priority = "interactive"
     deadline_ms: int | None = None
     """Time to the first token that the caller accepts; without it the tenant's default holds."""
-    stream_owner: str = ""
-    """Name on the bus of the stream owner (gateway or client service); empty when it sends no heartbeats."""
-    version: str = ""
-    """Pinned version; empty for the scheduler's choice."""
 
 
 class RateLimits(Message, frozen=True, kw_only=True):

@@ -2,28 +2,25 @@
 
 from typing import Literal
 
-from contracts.messages.base import Endpoint, Message, Outcome, Priority
+from contracts.messages.base import Message, Outcome, RequestFacts, fields_of
+from contracts.messages.frames import EndData
 from contracts.messages.request import RequestEnvelope
 
+ENGINE_DEATHS_MAX = 2
+"""So many attempts of a request that end by the death of their engine or worker, and it is quarantined."""
 
-class AttemptEvent(Message, frozen=True, kw_only=True):
+
+class AttemptEvent(RequestFacts, frozen=True, kw_only=True):
     """The one terminal event of an attempt, in ATTEMPTS; also the ledger's row. Attempt 0: never dispatched.
 
     Ledger key: (request_id, attempt). Times are Unix ms, 0 when the thing never happened.
     """
 
-    request_id: str
     attempt: int
-    tenant: str
-    key_id: str
-    model: str
     version: str
-    endpoint: Endpoint
-    priority: Priority
     outcome: Outcome
     reporter: Literal["worker", "scheduler"]
     worker: str = ""
-    stream: bool = False
     finish_reason: str = ""
     error_code: str = ""
     error_message: str = ""
@@ -33,7 +30,6 @@ class AttemptEvent(Message, frozen=True, kw_only=True):
     engine_death: bool = False
     """The attempt ended because its engine or worker died: the request is a poison candidate."""
     billable: bool = False
-    choices: int = 1
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -47,6 +43,11 @@ class AttemptEvent(Message, frozen=True, kw_only=True):
     first_token_at_ms: int = 0
     ended_at_ms: int = 0
     client_request_id: str = ""
+
+    @property
+    def end(self) -> EndData:
+        """What an ``end`` frame says of it."""
+        return EndData(**fields_of(EndData, self))
 
 
 class DeadLetter(Message, frozen=True, kw_only=True):

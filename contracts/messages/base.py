@@ -1,6 +1,6 @@
-"""What all messages share: their base, the words of the protocol, and the codec."""
+"""What messages share: their base, fields that several of them have, the words of the protocol, and the codec."""
 
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -18,6 +18,48 @@ Outcome = Literal["completed", "cancelled", "failed", "lost", "expired"]
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of all messages."""
+
+
+class RequestFacts(Message, frozen=True, kw_only=True):
+    """What never changes of a request, from admission to the ledger."""
+
+    request_id: str
+    tenant: str
+    key_id: str
+    model: str
+    endpoint: Endpoint
+    priority: Priority
+    stream: bool = False
+    choices: int = 1
+    """Answers generated in all: prompts times ``n``."""
+
+
+class RequestDemand(RequestFacts, frozen=True, kw_only=True):
+    """What a request asks for: admission decides on it, and nothing later widens it."""
+
+    prompt_tokens: int
+    """Exact; over all prompts of the request."""
+    max_output_tokens: int
+    """Per choice."""
+    stream_owner: str = ""
+    """Name on the bus of the stream owner (gateway or client service); empty when it sends no heartbeats."""
+    version: str = ""
+    """Pinned version; empty for the scheduler's choice."""
+
+
+class TokenCounts(Message, frozen=True, kw_only=True):
+    """Tokens that an attempt has used, over all choices."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Those of the prompt that the prefix cache had."""
+    completion_tokens: int = 0
+    """Above 0 once the first token exists."""
+
+
+def fields_of(kind: type[msgspec.Struct], source: object) -> dict[str, Any]:
+    """The fields of ``kind`` by name, as ``source`` has them: for a message that repeats them."""
+    return {name: getattr(source, name) for name in kind.__struct_fields__}
 
 
 class Epoch(msgspec.Struct, frozen=True, array_like=True, order=True):

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from contracts.messages.base import Epoch, Message, Outcome
+from contracts.messages.base import Epoch, Message, Outcome, TokenCounts
 from contracts.messages.frames import EndData, ErrorData
 
 CancelReason = Literal["client_disconnected", "client_cancelled", "publish_unconfirmed", "slow_reader", "shutdown"]
@@ -45,15 +45,11 @@ class StatusAnswer(Message, frozen=True, kw_only=True):
 WorkerState = Literal["starting", "ready", "draining", "engine_down"]
 
 
-class Progress(Message, frozen=True, kw_only=True):
+class Progress(TokenCounts, frozen=True, kw_only=True):
     """One attempt in flight at a worker."""
 
     request_id: str
     attempt: int
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    """Over all choices; above 0 once the first token exists."""
 
 
 class WorkerHeartbeat(Message, frozen=True, kw_only=True):

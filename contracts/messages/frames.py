@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from contracts.messages.base import NOTHING, Epoch, Message, Outcome
+from contracts.messages.base import NOTHING, Epoch, Message, Outcome, TokenCounts
 
 FrameKind = Literal["accepted", "chunk", "part", "end", "error", "lost"]
 
@@ -33,15 +33,13 @@ class ReplyMessage(Message, frozen=True, kw_only=True):
     frames: list[Frame] = []
 
 
-class EndData(Message, frozen=True, kw_only=True):
+class EndData(TokenCounts, frozen=True, kw_only=True):
     """Data of an ``end`` frame: what the terminal event says. ``outcome`` is completed or cancelled."""
 
     outcome: Outcome
     finish_reason: str = ""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
     reasoning_tokens: int = 0
+    """Those of the completion that were reasoning."""
 
 
 class ErrorData(Message, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 import msgspec
 
 from contracts.messages.admission import RateLimits
-from contracts.messages.base import NOTHING, Endpoint, Epoch, Message, Priority
+from contracts.messages.base import NOTHING, Endpoint, Epoch, Message, RequestDemand
 from contracts.messages.frames import ErrorData
 
 
@@ -14,25 +14,15 @@ class Reply(Message, frozen=True, kw_only=True):
     stream: str
 
 
-class RequestEnvelope(Message, frozen=True, kw_only=True):
+class RequestEnvelope(RequestDemand, frozen=True, kw_only=True):
     """Gateway -> REQUESTS: an admitted request. ``body`` or, over the claim-check size, ``body_object``."""
 
-    request_id: str
-    tenant: str
-    key_id: str
-    model: str
-    endpoint: Endpoint
     stream: bool
-    prompt_tokens: int
-    max_output_tokens: int
     choices: int
-    priority: Priority
     admitted_at_ms: int
     publish_by_ms: int
     deadline_at_ms: int
     reply: Reply
-    stream_owner: str = ""
-    version: str = ""
     tokenizer_fingerprint: str = ""
     client_request_id: str = ""
     body: msgspec.Raw = NOTHING

@@ -1,6 +1,6 @@
 """The ledger's query API: usage, latency, invoices, one request's story."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Message
@@ -47,6 +47,10 @@ class UsageRow(Message, frozen=True, kw_only=True, omit_defaults=False):
     """In the currency's unit: an exact decimal number, at most 12 digits after the point."""
     unpriced_tokens: int = 0
     """Billed tokens for which no price holds; they add nothing to the amount."""
+
+
+USAGE_FIGURES = tuple(name for name in UsageRow.__struct_fields__ if name not in get_args(UsageDimension))
+"""Fields of a UsageRow that are no dimension, in their order."""
 
 
 class UsageAnswer(Message, frozen=True, kw_only=True):

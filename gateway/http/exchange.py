@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from contracts import ids
+from contracts import errors, ids
 from contracts.errors import HeadraceError
 from gateway import metrics
 from gateway.apis.table import format_of_path
@@ -121,13 +121,13 @@ class Exchange:
         metrics.REFUSALS.labels(error.code).inc()
         body = msgspec.json.encode(self.format.error_body(error.code, error.message, error.param, self.request_id))
         extra = list(headers or ())
-        if error.entry.retry_after:
+        if errors.TABLE[error.code].retry_after:
             extra.append((b"retry-after", str(max(1, error.retry_after_s or 1)).encode()))
         if error.code == "invalid_api_key":
             extra.append((b"www-authenticate", b"Bearer"))
         if error.code == "shutting_down":
             extra.append((b"connection", b"close"))
-        await self.respond(status or error.entry.status, body, b"application/json", extra)
+        await self.respond(status or error.status, body, b"application/json", extra)
 
     def _unread_bytes(self) -> int:
         """Of the body, as far as can be said; unbounded for a chunked one."""

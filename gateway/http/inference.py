@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from contracts.errors import HeadraceError
-from contracts.messages.admission import RateLimits
+from contracts.messages.admission import DEADLINE_MS_MAX, RateLimits
 from contracts.messages.frames import ErrorData
 from contracts.messages.request import Reply
 from gateway import metrics
@@ -25,7 +25,7 @@ from gateway.config import GatewayConfig
 from gateway.http import body
 from gateway.http.body import CallerLeft
 from gateway.http.exchange import Exchange, Headers, Receive, Scope, Send
-from gateway.intake.admission import DEADLINE_MS_MAX, Admission, AdmissionRefused, Admitted, Prepared, RequestContext
+from gateway.intake.admission import Admission, AdmissionRefused, Admitted, Prepared, RequestContext
 from gateway.intake.auth import Directory
 from gateway.streams.hub import Hub
 from gateway.streams.stream import KEEP_ALIVE, GatewayStream

@@ -12,11 +12,11 @@ from typing import Any, get_args
 import msgspec
 
 from contracts import errors
+from contracts.messages.admission import DEADLINE_MS_MAX
 from contracts.messages.usage import LatencyDimension, UsageDimension
 from gateway.apis import messages
 from gateway.apis.api import Api
 from gateway.apis.table import APIS
-from gateway.intake.admission import DEADLINE_MS_MAX
 from gateway.management import admin, usage
 
 VERSION = "1"

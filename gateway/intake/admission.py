@@ -14,9 +14,10 @@ import msgspec
 
 from contracts import errors, subjects, topology
 from contracts.bus import Bus, BusError, StreamFull, TooLarge, Unavailable, Unconfirmed
+from contracts.clock import now_ms
 from contracts.errors import HeadraceError
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest, RateLimits
-from contracts.messages.base import Codec, Priority
+from contracts.messages.base import Codec, Priority, RequestDemand, fields_of
 from contracts.messages.control import CancelReason
 from contracts.messages.records import Manifest, TenantRecord
 from contracts.messages.request import Reply, RequestEnvelope
@@ -33,8 +34,6 @@ ASK_TIMEOUT_S = 1.0
 """One try at the scheduler; tries are repeated with the same id within the bound."""
 ASK_PAUSE_S = 0.1
 STORE_TIMEOUT_S_MAX = 5.0
-DEADLINE_MS_MAX = 3_600_000
-"""Longest time to the first token that a caller may state."""
 
 _request_codec = Codec[AdmissionRequest](AdmissionRequest)
 _answer_codec = Codec[AdmissionAnswer](AdmissionAnswer)
@@ -181,7 +180,7 @@ class Admission:
             raise AdmissionRefused(answer)
         envelope = msgspec.structs.replace(
             prepared.envelope,
-            admitted_at_ms=_now_ms(),
+            admitted_at_ms=now_ms(),
             publish_by_ms=answer.publish_by_ms,
             deadline_at_ms=answer.deadline_at_ms,
         )
@@ -195,7 +194,7 @@ class Admission:
         envelope = admitted.envelope
         try:
             envelope = await self._with_body(envelope, admitted.body)
-            left_s = (envelope.publish_by_ms - _now_ms()) / 1000
+            left_s = (envelope.publish_by_ms - now_ms()) / 1000
             if left_s <= 0:
                 raise Unconfirmed("the reservation expired before the request was stored")
             await self._bus.jetstream.store(
@@ -211,21 +210,7 @@ class Admission:
     async def _ask(self, prepared: Prepared) -> AdmissionAnswer:
         envelope = prepared.envelope
         question = _request_codec.encode(
-            AdmissionRequest(
-                request_id=envelope.request_id,
-                tenant=envelope.tenant,
-                key_id=envelope.key_id,
-                model=envelope.model,
-                endpoint=envelope.endpoint,
-                prompt_tokens=envelope.prompt_tokens,
-                max_output_tokens=envelope.max_output_tokens,
-                choices=envelope.choices,
-                stream=envelope.stream,
-                priority=envelope.priority,
-                deadline_ms=prepared.context.deadline_ms,
-                stream_owner=envelope.stream_owner,
-                version=envelope.version,
-            )
+            AdmissionRequest(**fields_of(RequestDemand, envelope), deadline_ms=prepared.context.deadline_ms)
         )
         subject = subjects.admit(envelope.model)
         give_up_at = time.monotonic() + self._ask_s_max
@@ -297,7 +282,3 @@ def _not_stored(error: BusError) -> HeadraceError:
     if isinstance(error, StreamFull):
         return HeadraceError("overloaded", "The service's queue is full.", retry_after_s=2)
     return HeadraceError("unavailable", "The request could not be stored; nothing was run.", retry_after_s=2)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -5,16 +5,13 @@ the watched state, so a new key works as soon, too. While the bus is away the la
 request can be admitted anyway.
 """
 
-import hashlib
-import hmac
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import structlog
 
-from contracts import subjects, topology
+from contracts import registry, subjects, topology
 from contracts.bus import Bus, KvEntry, Watch
 from contracts.errors import HeadraceError
 from contracts.messages.base import Codec
@@ -43,14 +40,10 @@ class Directory:
     """Keys and tenants as the buckets hold them now."""
 
     def __init__(self, pepper: bytes) -> None:
-        self._pepper = pepper
+        self.pepper = pepper
         self._keys: dict[str, KeyRecord] = {}
         self._tenants: dict[str, TenantRecord] = {}
         self._watches: list[Watch] = []
-
-    @classmethod
-    def from_file(cls, pepper_file: str) -> "Directory":
-        return cls(Path(pepper_file).read_bytes().strip())
 
     async def start(self, bus: Bus) -> None:
         """Returns when the present state is known."""
@@ -75,7 +68,7 @@ class Directory:
         The work is the same for every credential, and what is compared is an HMAC that the caller cannot choose.
         """
         secret = _secret(headers)
-        digest = hmac.digest(self._pepper, secret, hashlib.sha256).hex()
+        digest = registry.key_hash(self.pepper, secret)
         key = self._keys.get(digest)
         tenant = None if key is None or key.revoked_at_ms else self.tenant(key.tenant)
         if key is None or tenant is None or not secret:

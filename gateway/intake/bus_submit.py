@@ -10,12 +10,12 @@ import structlog
 from contracts import ids, subjects
 from contracts.bus import Bus, BusError, Incoming, Subscription
 from contracts.errors import HeadraceError
-from contracts.messages.admission import RateLimits
+from contracts.messages.admission import DEADLINE_MS_MAX, RateLimits
 from contracts.messages.base import Codec
 from contracts.messages.frames import ErrorData
 from contracts.messages.request import SubmitAnswer, SubmitRequest
 from gateway.apis.table import APIS
-from gateway.intake.admission import DEADLINE_MS_MAX, Admission, AdmissionRefused, RequestContext
+from gateway.intake.admission import Admission, AdmissionRefused, RequestContext
 from gateway.intake.auth import Directory, Identity
 
 _log = structlog.get_logger()
@@ -119,7 +119,7 @@ def _refusal(request_id: str, error: HeadraceError, limits: RateLimits | None = 
     return SubmitAnswer(
         admitted=False,
         request_id=request_id,
-        status=error.entry.status,
+        status=error.status,
         error=ErrorData(code=error.code, message=error.message, param=error.param, retry_after_s=error.retry_after_s),
         limits=error.limits if isinstance(error, AdmissionRefused) else limits,
     )

@@ -4,7 +4,6 @@ Same records and same checks as the command line (contracts.registry). Unknown f
 error in a limit would otherwise be silence.
 """
 
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -100,7 +99,6 @@ class Admin:
         self._directory = directory
         self._bus = bus
         self._config = config
-        self._pepper = Path(config.pepper_file).read_bytes().strip()
 
     def routes(self) -> list[Route]:
         return [
@@ -144,7 +142,7 @@ class Admin:
     async def create_key(self, request: Request) -> Response:
         """The secret is in this answer and nowhere else."""
         new = await self._read(request, NewKeyRequest)
-        made = await registry.create_key(self._bus, self._pepper, new.tenant, admin=new.admin)
+        made = await registry.create_key(self._bus, self._directory.pepper, new.tenant, admin=new.admin)
         return _json(made, 201)
 
     async def revoke_key(self, request: Request) -> Response:

@@ -14,10 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from contracts import clock, subjects
+from contracts import clock, instants, subjects
 from contracts.bus import Bus, Unavailable
 from contracts.errors import HeadraceError
 from contracts.messages.usage import (
+    USAGE_FIGURES,
     LatencyAnswer,
     LatencyDimension,
     LatencyQuery,
@@ -44,17 +45,6 @@ LIMIT = 1000
 LIMIT_MAX = 10_000
 OFFSET_MAX = 10_000_000
 
-FIGURES = (
-    "requests",
-    "prompt_tokens",
-    "cached_tokens",
-    "completion_tokens",
-    "reasoning_tokens",
-    "attempts",
-    "unbilled_tokens",
-    "amount",
-    "unpriced_tokens",
-)
 SPANS = ("queue_wait_ms", "first_token_ms", "inter_token_ms", "end_to_end_ms")
 PARAMETERS = {"by", "from", "to", "limit", "after", "tenant"}
 
@@ -85,7 +75,7 @@ class Usage:
         tenant = self._scope(request)
         asked = _Asked(request.query_params, get_args(UsageDimension), ("day", "model", "version"))
         answer = await self._ask("usage", UsageQuery(**asked.fields, tenant=tenant), UsageAnswer)
-        return asked.answered(answer, answer.rows, FIGURES, {"currency": answer.currency})
+        return asked.answered(answer, answer.rows, USAGE_FIGURES, {"currency": answer.currency})
 
     async def latency(self, request: Request) -> Response:
         tenant = self._scope(request)
@@ -174,13 +164,13 @@ def _range(given: QueryParams) -> tuple[int, int]:
         if (text := given.get(name)) is None:
             continue
         try:
-            found[name] = clock.parse(text)
+            found[name] = instants.parse(text)
         except ValueError as error:
             raise HeadraceError("invalid_request", f"'{name}': {error}.", param=name) from error
         if found[name] < 0:
             raise HeadraceError("invalid_request", f"'{name}' is before 1970.", param=name)
-    last = found["to"] - 1 if "to" in found else time.time_ns() // 1_000_000
-    month = clock.month_around(max(0, found.get("from", last)))
+    last = found["to"] - 1 if "to" in found else clock.now_ms()
+    month = instants.month_around(max(0, found.get("from", last)))
     start, end = found.get("from", month[0]), found.get("to", month[1])
     if start >= end:
         raise HeadraceError(

@@ -3,11 +3,8 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from contracts.messages.attempts import AttemptEvent
+from contracts.messages.attempts import ENGINE_DEATHS_MAX, AttemptEvent
 from ledger.core import money
-
-DEATHS_MAX = 2
-"""Attempts that end with their worker or engine, after which a request is quarantined (DESIGN.md section 7)."""
 
 _WHY_CANCELLED = {
     "client_disconnected": "the caller hung up",
@@ -44,7 +41,7 @@ def explain(attempts: Sequence[AttemptEvent], amount_pico: int, currency: str) -
 def _why_no_more(attempts: Sequence[AttemptEvent]) -> str:
     last = attempts[-1]
     deaths = sum(event.engine_death for event in attempts)
-    if deaths >= DEATHS_MAX:
+    if deaths >= ENGINE_DEATHS_MAX:
         return f"the request ended {deaths} workers or engines and was quarantined"
     if last.stream and last.completion_tokens:
         return "tokens had been produced for a streaming caller, so a repetition would not have been safe"

@@ -8,7 +8,6 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from datetime import UTC, datetime
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -274,26 +273,6 @@ def halves(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
     """Two parts of a batch that ClickHouse refused, to find the row that it refuses."""
     middle = len(rows) // 2
     return rows[:middle], rows[middle:]
-
-
-def month_of(at_ms: int) -> str:
-    """UTC month of an instant, ``2026-11``."""
-    return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m")
-
-
-def month_range(at_ms: int) -> tuple[int, int]:
-    """Half-open range of the UTC month that holds an instant, in Unix ms."""
-    now = datetime.fromtimestamp(at_ms / 1000, UTC)
-    start = datetime(now.year, now.month, 1, tzinfo=UTC)
-    end = datetime(now.year + now.month // 12, now.month % 12 + 1, 1, tzinfo=UTC)
-    return int(start.timestamp() * 1000), int(end.timestamp() * 1000)
-
-
-def range_of_month(month: str) -> tuple[int, int]:
-    """Half-open range of a month such as ``2026-11``, in Unix ms; raises ValueError."""
-    if not re.fullmatch(r"[0-9]{4}-[0-9]{2}", month) or not "1970" <= month[:4] < "2299":
-        raise ValueError("a month reads like 2026-11")
-    return month_range(int(datetime(int(month[:4]), int(month[5:]), 1, tzinfo=UTC).timestamp() * 1000))
 
 
 def delay_s(failures: int, jitter: Callable[[], float]) -> float:

@@ -4,10 +4,9 @@ Checking charges nothing; a request is charged only when all of it fits. What wa
 bounds are. Which requests exist, and in what order they run, others decide.
 """
 
-from datetime import UTC, datetime
-
+from contracts import instants
 from contracts.errors import HeadraceError
-from contracts.messages.admission import AdmissionRequest
+from contracts.messages.admission import DEADLINE_MS_MAX, AdmissionRequest
 from contracts.messages.records import Manifest, TenantLimits, TenantRecord
 from contracts.tokens import Cost, reserved
 from scheduler.core.fair_queue import FairQueue
@@ -16,8 +15,6 @@ from scheduler.core.request import Request
 from scheduler.core.retry_reservations import RetryReservations
 from scheduler.core.throughput import ThroughputEstimate
 
-DEADLINE_MS_MAX = 3_600_000
-"""Longest first-token deadline that a caller may ask for; longer ones are cut to it."""
 RETRY_AFTER_S_MAX = 60
 """A full queue is worth another look within a minute whatever the estimate says."""
 PREDICTION_MARGIN = 1.1
@@ -70,9 +67,7 @@ class AdmissionControl:
         """
         tenant = self.tenant(asked.tenant)
         quota = self.quota(asked.tenant, now_ms)
-        cost = reserved(
-            prompt_tokens=asked.prompt_tokens, max_output_tokens=asked.max_output_tokens, choices=asked.choices
-        )
+        cost = reserved(asked)
         deadline_ms = min(asked.deadline_ms or tenant.deadline_ms, DEADLINE_MS_MAX)
         if asked.priority not in tenant.priorities:
             raise HeadraceError(
@@ -132,14 +127,14 @@ class AdmissionControl:
         budget = tenant.monthly_budget_tokens
         if budget is None:
             return
-        moment = datetime.fromtimestamp(now_ms / 1000, UTC)
         month, used = self.budgets.get(tenant.name, ("", 0))
-        if month == f"{moment:%Y-%m}" and used >= budget:
-            following = datetime(moment.year + moment.month // 12, moment.month % 12 + 1, 1, tzinfo=UTC)
+        if month == instants.month_of(now_ms) and used >= budget:
+            _, following_ms = instants.month_around(now_ms)
             raise HeadraceError(
                 "insufficient_quota",
-                f"The monthly budget of {budget} tokens is used up; it starts again on {following:%Y-%m-%d} UTC.",
-                retry_after_s=seconds(following.timestamp() * 1000 - now_ms),
+                f"The monthly budget of {budget} tokens is used up; "
+                f"it starts again on {instants.month_of(following_ms)}-01 UTC.",
+                retry_after_s=seconds(following_ms - now_ms),
             )
 
     def _check_queue(self, quota: Quota, cost: Cost, wait_ms: int) -> None:

@@ -3,14 +3,14 @@
 Decided from stored events and the request alone, so that a later owner comes to the same.
 """
 
-from contracts.messages.attempts import AttemptEvent
-from contracts.messages.base import Outcome
+from contracts.messages.attempts import ENGINE_DEATHS_MAX, AttemptEvent
+from contracts.messages.base import Outcome, RequestFacts, TokenCounts, fields_of
 from contracts.messages.frames import EndData, ErrorData
 from contracts.tokens import Cost
 from scheduler.core.request import Request
 
 ATTEMPTS_MAX = 2
-"""Attempts that a worker had in flight; a second death of its worker or engine quarantines a request."""
+"""Attempts that a worker had in flight."""
 DISPATCHES_MAX = 8
 """Attempts in all, those that no worker ever had included: bounds a ping-pong of lost workers. A guess."""
 
@@ -65,29 +65,19 @@ def proposed(
 ) -> AttemptEvent:
     """The terminal event of attempt ``number`` as the scheduler would have it."""
     envelope = request.envelope
-    progress = request.progress
     lost = outcome == "lost"
     return AttemptEvent(
-        request_id=request.id,
+        **fields_of(RequestFacts, envelope),
+        **(fields_of(TokenCounts, request.progress) if request.progress else {}),
         attempt=number,
-        tenant=envelope.tenant,
-        key_id=envelope.key_id,
-        model=envelope.model,
         version=version,
-        endpoint=envelope.endpoint,
-        priority=envelope.priority,
         outcome=outcome,
         reporter="scheduler",
         worker=request.worker if lost else "",
-        stream=envelope.stream,
         error_code=code,
         error_message=message,
         retryable=lost,
         engine_death=worker_died and request.was_in_flight and not request.exonerated,
-        choices=envelope.choices,
-        prompt_tokens=progress.prompt_tokens if progress else 0,
-        cached_tokens=progress.cached_tokens if progress else 0,
-        completion_tokens=progress.completion_tokens if progress else 0,
         reserved_tokens=request.cost.total,
         admitted_at_ms=envelope.admitted_at_ms,
         dispatched_at_ms=request.dispatched_at_ms if number else 0,
@@ -100,14 +90,7 @@ def end_data(event: AttemptEvent) -> EndData | None:
     """What the worker's ``end`` frame says of the attempt that ended with ``event``; None when it sends none."""
     if event.reporter != "worker" or event.outcome not in ("completed", "cancelled"):
         return None
-    return EndData(
-        outcome=event.outcome,
-        finish_reason=event.finish_reason,
-        prompt_tokens=event.prompt_tokens,
-        cached_tokens=event.cached_tokens,
-        completion_tokens=event.completion_tokens,
-        reasoning_tokens=event.reasoning_tokens,
-    )
+    return event.end
 
 
 def final_error(request: Request, event: AttemptEvent) -> ErrorData | None:
@@ -118,7 +101,7 @@ def final_error(request: Request, event: AttemptEvent) -> ErrorData | None:
         return ErrorData(code="cancelled", message=event.error_message)
     if event.outcome == "expired":
         return ErrorData(code="deadline_exceeded", message=event.error_message)
-    if request.deaths >= ATTEMPTS_MAX:
+    if request.deaths >= ENGINE_DEATHS_MAX:
         return ErrorData(
             code="request_quarantined",
             message=f"Request {request.id} ended {request.deaths} workers or engines and is not tried again.",

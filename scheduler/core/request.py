@@ -3,6 +3,7 @@
 import msgspec
 
 from contracts.messages.admission import AdmissionRequest
+from contracts.messages.base import RequestDemand, fields_of
 from contracts.messages.control import Progress
 from contracts.messages.request import Reply, RequestEnvelope
 from contracts.tokens import reserved
@@ -40,11 +41,7 @@ class Request:
         self.envelope = envelope
         """Without a body; before REQUESTS stored it, with an empty reply."""
         self.state = State.NEW
-        self.cost = reserved(
-            prompt_tokens=envelope.prompt_tokens,
-            max_output_tokens=envelope.max_output_tokens,
-            choices=envelope.choices,
-        )
+        self.cost = reserved(envelope)
         self.adopted = False
         """Whether the present attempt was dispatched by an earlier owner."""
         self.attempt = 0
@@ -78,22 +75,11 @@ class Request:
     def admitted(cls, asked: AdmissionRequest, *, now_ms: int, publish_by_ms: int, deadline_at_ms: int) -> "Request":
         """One admitted now, of which REQUESTS holds nothing yet."""
         envelope = RequestEnvelope(
-            request_id=asked.request_id,
-            tenant=asked.tenant,
-            key_id=asked.key_id,
-            model=asked.model,
-            endpoint=asked.endpoint,
-            stream=asked.stream,
-            prompt_tokens=asked.prompt_tokens,
-            max_output_tokens=asked.max_output_tokens,
-            choices=asked.choices,
-            priority=asked.priority,
+            **fields_of(RequestDemand, asked),
             admitted_at_ms=now_ms,
             publish_by_ms=publish_by_ms,
             deadline_at_ms=deadline_at_ms,
             reply=Reply(subject="", stream=asked.request_id),
-            stream_owner=asked.stream_owner,
-            version=asked.version,
         )
         return cls(envelope)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from contracts import clock, ids, subjects, topology
+from contracts import ids, instants, subjects, topology
 from contracts.bus import Bus, BusError
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.usage import UsageAnswer, UsageQuery
@@ -34,7 +34,7 @@ GROUPINGS = (
     ["tenant"], ["key"], ["model", "version"], ["day"], ["hour"], ["endpoint", "priority", "outcome"],
     ["tenant", "key", "model", "version", "day", "endpoint", "priority", "outcome"],
 )  # fmt: skip
-EDGE_MS = clock.month_around(time.time_ns() // 1_000_000)[0]
+EDGE_MS = instants.month_around(time.time_ns() // 1_000_000)[0]
 FROM_MS, TO_MS = EDGE_MS - 86_400_000, EDGE_MS + 86_400_000
 
 

@@ -20,7 +20,7 @@ from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from contracts import clock
+from contracts import instants
 from contracts.messages.usage import LatencyQuery, UsageQuery
 from ledger.core import queries
 from ledger.query_api import Questions
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 STEP = 500_000
 REPEATS = 7
 NOW_MS = time.time_ns() // 1_000_000
-FROM_MS, TO_MS = clock.month_around(clock.month_around(NOW_MS)[0] - 1)
+FROM_MS, TO_MS = instants.month_around(instants.month_around(NOW_MS)[0] - 1)
 """The last whole month."""
 MONTH = datetime.fromtimestamp(FROM_MS / 1000, UTC).strftime("%Y-%m")
 BUSY = "tenant-0"

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from contracts import ids, subjects
+from contracts import ids, instants, subjects
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.usage import UsageQuery
 from ledger import rollups
@@ -152,7 +152,7 @@ async def test_sums_pass_32_bits(directory: Path, tenant: str) -> None:
     async with opened(directory) as store:
         await store.insert(rows)
         assert (await usage(store, tenant, [], "2026-11-01", "2026-11-02"))[0][1] == 3 * attempt_rows.UINT32_MAX
-        plan = await rollups.plan(store, *attempt_rows.month_range(STORED_MS))
+        plan = await rollups.plan(store, *instants.month_around(STORED_MS))
         month = queries.month_tokens(plan, {tenant, "o'neill"})
         assert await store.select(month) == [(tenant, 3 * attempt_rows.UINT32_MAX + 30)]
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from contracts.errors import HeadraceError
+from contracts.errors import TABLE, HeadraceError
 from contracts.messages.base import Endpoint
 from contracts.messages.records import Manifest
 from gateway.apis import json_limits
@@ -30,8 +30,8 @@ def check(body: dict[str, Any], endpoint: Endpoint = "chat/completions", manifes
 def refused(body: dict[str, Any], endpoint: Endpoint = "chat/completions", **options: Any) -> HeadraceError:
     with pytest.raises(HeadraceError) as caught:
         check(body, endpoint, **options)
-    assert caught.value.entry.status == 400
-    assert caught.value.entry.type == "invalid_request_error"
+    assert caught.value.status == 400
+    assert TABLE[caught.value.code].type == "invalid_request_error"
     return caught.value
 
 

@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from contracts import clock
+from contracts import instants
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from contracts import clock
     ],
 )
 def test_days_and_instants(text: str, same: str) -> None:
-    assert clock.parse(text) == round(datetime.fromisoformat(same).timestamp() * 1000)
+    assert instants.parse(text) == round(datetime.fromisoformat(same).timestamp() * 1000)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_days_and_instants(text: str, same: str) -> None:
 )  # fmt: skip
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        clock.parse(text)
+        instants.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,6 @@ def test_anything_else_is_refused(text: str) -> None:
      ("2024-02-29", ("2024-02-01", "2024-03-01"))],
 )  # fmt: skip
 def test_the_month_around(text: str, month: tuple[str, str]) -> None:
-    found = clock.month_around(clock.parse(text))
-    assert found == tuple(clock.parse(each) for each in month)
+    found = instants.month_around(instants.parse(text))
+    assert found == tuple(instants.parse(each) for each in month)
     assert datetime.fromtimestamp(found[0] / 1000, UTC).day == 1

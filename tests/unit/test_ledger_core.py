@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts import ids, subjects
+from contracts import ids, instants, subjects
 from contracts.messages.attempts import AttemptEvent
 from ledger.core import rows
 
@@ -205,8 +205,8 @@ def test_months_are_utc_and_half_open(text: str, month: str, days: int) -> None:
     from datetime import datetime
 
     at_ms = int(datetime.fromisoformat(text + "+00:00").timestamp() * 1000)
-    start, end = rows.month_range(at_ms)
-    assert rows.month_of(at_ms) == rows.month_of(start) == rows.month_of(end - 1) == month
+    start, end = instants.month_around(at_ms)
+    assert instants.month_of(at_ms) == instants.month_of(start) == instants.month_of(end - 1) == month
     assert end - start == days * DAY_MS
 
 

@@ -19,15 +19,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("prompt", "output", "choices", "tokens"), CASES)
-def test_prompts_count_once_and_output_for_each_choice(prompt: int, output: int, choices: int, tokens: int) -> None:
-    cost = reserved(prompt_tokens=prompt, max_output_tokens=output, choices=choices)
-    assert (cost.input_tokens, cost.total) == (prompt, tokens)
-
-
-@pytest.mark.parametrize(("prompt", "output", "choices", "tokens"), CASES)
-def test_both_writers_of_events_name_the_same_reservation(prompt: int, output: int, choices: int, tokens: int) -> None:
-    envelope = RequestEnvelope(
+def envelope(prompt: int, output: int, choices: int) -> RequestEnvelope:
+    return RequestEnvelope(
         request_id="r",
         tenant="t",
         key_id="k",
@@ -43,12 +36,23 @@ def test_both_writers_of_events_name_the_same_reservation(prompt: int, output: i
         deadline_at_ms=60_000,
         reply=Reply(subject="reply.v1._gw.g", stream="r"),
     )
-    item = WorkItem(epoch=Epoch(1, 1), attempt=1, version="v1", worker="w", dispatched_at_ms=0, request=envelope)
+
+
+@pytest.mark.parametrize(("prompt", "output", "choices", "tokens"), CASES)
+def test_prompts_count_once_and_output_for_each_choice(prompt: int, output: int, choices: int, tokens: int) -> None:
+    cost = reserved(envelope(prompt, output, choices))
+    assert (cost.input_tokens, cost.total) == (prompt, tokens)
+
+
+@pytest.mark.parametrize(("prompt", "output", "choices", "tokens"), CASES)
+def test_both_writers_of_events_name_the_same_reservation(prompt: int, output: int, choices: int, tokens: int) -> None:
+    request = envelope(prompt, output, choices)
+    item = WorkItem(epoch=Epoch(1, 1), attempt=1, version="v1", worker="w", dispatched_at_ms=0, request=request)
     ours = worker_outcomes.terminal_event(
         item, Counts(), worker_outcomes.SHUTTING_DOWN, worker="w", frames=0, chunks=0, now_ms=1
     )
     theirs = scheduler_outcomes.proposed(
-        Request(envelope, State.QUEUED),
+        Request(request, State.QUEUED),
         1,
         "expired",
         "deadline_exceeded",

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from contracts.messages.attempts import AttemptEvent
-from contracts.messages.base import Epoch
+from contracts.messages.base import Epoch, TokenCounts, fields_of
 from contracts.messages.control import Announce, CancelAttempt, ControlAnswer, Evict, Progress, WorkerState
 from contracts.messages.request import RequestEnvelope, WorkItem
 from worker.core import outcomes
@@ -132,13 +132,7 @@ class WorkerCore:
     def progress(self) -> list[Progress]:
         """All that is held, for the heartbeat."""
         return [
-            Progress(
-                request_id=request_id,
-                attempt=attempt,
-                prompt_tokens=held.counts.prompt_tokens,
-                cached_tokens=held.counts.cached_tokens,
-                completion_tokens=held.counts.completion_tokens,
-            )
+            Progress(request_id=request_id, attempt=attempt, **fields_of(TokenCounts, held.counts))
             for (request_id, attempt), held in self._held.items()
         ]
 

@@ -6,7 +6,7 @@ import msgspec
 
 from contracts.errors import TABLE
 from contracts.messages.attempts import AttemptEvent
-from contracts.messages.base import Outcome
+from contracts.messages.base import Outcome, RequestFacts, TokenCounts, fields_of
 from contracts.messages.frames import EndData, ErrorData
 from contracts.messages.request import RequestEnvelope, WorkItem
 from contracts.tokens import reserved
@@ -54,11 +54,7 @@ def engine_lost(reason: str) -> Ending:
 
 def reserved_tokens(request: RequestEnvelope) -> int:
     """Tokens that admission reserved for the request: the most that it can occupy."""
-    return reserved(
-        prompt_tokens=request.prompt_tokens,
-        max_output_tokens=request.max_output_tokens,
-        choices=request.choices,
-    ).total
+    return reserved(request).total
 
 
 def terminal_event(
@@ -81,28 +77,19 @@ def terminal_event(
     retryable = ending.retry == "always" or (ending.retry == "unsent" and unsent)
     cancelled = ending.outcome == "cancelled"
     return AttemptEvent(
-        request_id=request.request_id,
+        **fields_of(RequestFacts, request),
+        **fields_of(TokenCounts, counts),
         attempt=item.attempt,
-        tenant=request.tenant,
-        key_id=request.key_id,
-        model=request.model,
         version=item.version,
-        endpoint=request.endpoint,
-        priority=request.priority,
         outcome=ending.outcome,
         reporter="worker",
         worker=worker,
-        stream=request.stream,
         finish_reason="" if ending.outcome == "failed" else counts.finish_reason,
         error_code=ending.code,
         error_message=ending.message,
         retryable=retryable,
         engine_death=ending.engine_death,
         billable=ending.outcome == "completed" or (cancelled and counts.completion_tokens > 0),
-        choices=request.choices,
-        prompt_tokens=counts.prompt_tokens,
-        cached_tokens=counts.cached_tokens,
-        completion_tokens=counts.completion_tokens,
         reasoning_tokens=counts.reasoning_tokens,
         reserved_tokens=reserved_tokens(request),
         last_seq=frames - 1 if retryable else frames,
@@ -118,11 +105,4 @@ def closing_data(ending: Ending, event: AttemptEvent) -> EndData | ErrorData:
     """What the frame that closes the stream says: the same as the stored event."""
     if ending.outcome == "failed":
         return ErrorData(code=ending.code, message=ending.message, param=ending.param, status=ending.status)
-    return EndData(
-        outcome=ending.outcome,
-        finish_reason=event.finish_reason,
-        prompt_tokens=event.prompt_tokens,
-        cached_tokens=event.cached_tokens,
-        completion_tokens=event.completion_tokens,
-        reasoning_tokens=event.reasoning_tokens,
-    )
+    return event.end

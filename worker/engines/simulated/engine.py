@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 
+from contracts import clock
 from contracts.messages.records import Manifest
 from worker.config import WorkerConfig
 from worker.engines.base import Counts, EngineFailure, EngineStats, Job
@@ -215,7 +216,7 @@ class _Attempt:
         if kind != "empty":
             counts.completion_tokens += 1
         if not counts.first_token_at_ms:
-            counts.first_token_at_ms = time.time_ns() // 1_000_000
+            counts.first_token_at_ms = clock.now_ms()
             counts.prompt_tokens = sum(self._request.prompts)
         if sequence.given <= 1 and sequence.index % self._request.n == 0:
             counts.cached_tokens += sequence.cached_tokens

@@ -9,7 +9,6 @@ import gc
 import logging
 import multiprocessing
 import threading
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -28,6 +27,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from contracts import clock
 from worker.engines.base import Counts, EngineFailure, EngineStats
 from worker.engines.vllm.process import run_engine_core
 from worker.engines.vllm.translation import refusal
@@ -58,7 +58,7 @@ class Record:
             if completion.finish_reason:
                 counts.finish_reason = completion.finish_reason
         if counts.completion_tokens and not counts.first_token_at_ms:
-            counts.first_token_at_ms = time.time_ns() // 1_000_000
+            counts.first_token_at_ms = clock.now_ms()
 
 
 _RECORD: contextvars.ContextVar[Record] = contextvars.ContextVar("vllm_record")
