@@ -6,7 +6,7 @@ from contracts.messages.base import Epoch
 from contracts.messages.request import Reply, RequestEnvelope, WorkItem
 from contracts.tokens import reserved
 from scheduler.core import outcomes as scheduler_outcomes
-from scheduler.core.request import Request, State
+from scheduler.core.request import Request
 from worker.core import outcomes as worker_outcomes
 from worker.engines.base import Counts
 
@@ -52,7 +52,7 @@ def test_both_writers_of_events_name_the_same_reservation(prompt: int, output: i
         item, Counts(), worker_outcomes.SHUTTING_DOWN, worker="w", frames=0, chunks=0, now_ms=1
     )
     theirs = scheduler_outcomes.proposed(
-        Request(request, State.QUEUED),
+        Request(request),
         1,
         "expired",
         "deadline_exceeded",
