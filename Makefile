@@ -48,10 +48,11 @@ run: .venv ## serve on this machine, chat at http://127.0.0.1:8080 (ARGS="--engi
 test: .venv ## every test that needs no GPU (ARGS="-k name")
 	@$(BIN)/python -m pytest tests $(ARGS)
 
-lint: .venv ## ruff and mypy
+lint: .venv ## ruff, mypy, and what may import what
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo --no-cache
 
 format: .venv ## let ruff put the code into shape
 	@$(BIN)/ruff check --fix-only .
