@@ -41,6 +41,7 @@ class Budgets:
         """Key -> revision and value, as last seen."""
 
     def touched(self, tenants: Iterable[str]) -> None:
+        """Rows of these tenants were inserted."""
         self._due.update(tenants)
         self._wake.set()
 

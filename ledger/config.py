@@ -7,6 +7,8 @@ from contracts.service.config import ServiceConfig
 
 
 class LedgerConfig(ServiceConfig, frozen=True, kw_only=True):
+    """The ledger's variables, ``HEADRACE_`` and the field's name."""
+
     clickhouse_url: str
     """``chdb:///directory``, or ``http(s)://user:password@host:port`` of a server. Never logged."""
     clickhouse_database: str = "headrace"

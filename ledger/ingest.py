@@ -1,4 +1,4 @@
-"""The ledger's loop: ATTEMPTS -> ClickHouse, acknowledged after the insert; questions about usage answered.
+"""The ledger's service: ATTEMPTS -> ClickHouse, acknowledged after the insert; it starts and stops all the others.
 
 Whatever fails is tried again with a growing pause and without acknowledging: events wait in ATTEMPTS. Only an
 event that can never be a row leaves by another way, to DEAD_LETTERS.
@@ -7,7 +7,7 @@ event that can never be a row leaves by another way, to DEAD_LETTERS.
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,13 +20,13 @@ from contracts.messages.base import Codec
 from ledger import metrics, retention
 from ledger.budgets import Budgets
 from ledger.config import LedgerConfig
-from ledger.core import rows as attempt_rows
+from ledger.core.rows import InvalidEvent, Row, Source, dead_letter, halves, row_of
 from ledger.prices import Prices
-from ledger.query_api import Questions
+from ledger.query_api import QueryApi
 from ledger.rollups import Rollups
 from ledger.sql_endpoint.http import SqlEndpoint
 from ledger.sql_endpoint.session import Sessions
-from ledger.store import Away, Owned, Refused, Store
+from ledger.store import Away, BadValues, Owned, Store
 
 log = structlog.get_logger(__name__)
 
@@ -40,7 +40,7 @@ STANDBY_S = 1.0
 PURGE_S = 60.0
 CLOSE_S = 5.0
 """How long the last batch may take when the service stops; what is not acknowledged then comes again."""
-QUESTIONS_MAX = 64
+QUERIES_MAX = 64
 ANSWER_MARGIN_BYTES = 64 << 10
 
 _letters: Codec[DeadLetter] = Codec(DeadLetter)
@@ -87,9 +87,9 @@ class Ledger:
         self._budgets = Budgets(self._bus, self._store)
         prices = Prices(self._bus, self._store)
         await prices.start()
-        answers = Questions(self._store, prices, self._bus.session.max_payload - ANSWER_MARGIN_BYTES)
-        questions = await self._bus.subscribe(
-            subjects.USAGE_QUERIES, answers.answer, queue=QUEUE, concurrent=True, limit=QUESTIONS_MAX
+        query_api = QueryApi(self._store, prices, self._bus.session.max_payload - ANSWER_MARGIN_BYTES)
+        queries = await self._bus.subscribe(
+            subjects.USAGE_QUERIES, query_api.answer, queue=QUEUE, concurrent=True, limit=QUERIES_MAX
         )
         attempts = BatchConsumer(
             self._bus.jetstream,
@@ -114,7 +114,7 @@ class Ledger:
             await attempts.close()
             if self._finishing is not None:
                 await asyncio.wait([self._finishing], timeout=CLOSE_S)
-            await questions.close()
+            await queries.close()
             await prices.close()
 
     async def _open(self) -> bool:
@@ -128,7 +128,7 @@ class Ledger:
                     log.info("ledger_standby", reason=str(error))
                 standby, self._state = True, f"standby: {error}"
                 await self._pause(STANDBY_S)
-            except (Away, Refused) as error:
+            except (Away, BadValues) as error:
                 await self._failed("open", error)
             else:
                 self._succeeded()
@@ -153,23 +153,21 @@ class Ledger:
 
     async def _take(self, messages: list[Incoming]) -> None:
         """Read one batch while the one before is being inserted; at most one is."""
-        rows: list[attempt_rows.Row] = []
+        rows: list[Row] = []
         rejected: dict[int, str] = {}
         for number, message in enumerate(messages, 1):
             try:
-                rows.append(attempt_rows.row(_source(message)))
-            except attempt_rows.Rejected as error:
+                rows.append(row_of(_source(message)))
+            except InvalidEvent as error:
                 rejected[message.stream_seq] = str(error)
             if number % 500 == 0:
-                await asyncio.sleep(0)  # questions come in between
+                await asyncio.sleep(0)  # queries come in between
         previous, self._finishing = self._finishing, None
         if previous is not None:
             await previous
         self._finishing = asyncio.create_task(self._finish(messages, rows, rejected))
 
-    async def _finish(
-        self, messages: Sequence[Incoming], rows: Sequence[attempt_rows.Row], rejected: dict[int, str]
-    ) -> None:
+    async def _finish(self, messages: Sequence[Incoming], rows: Sequence[Row], rejected: dict[int, str]) -> None:
         """Rows into the table, what can be none into DEAD_LETTERS, then all acknowledged."""
         try:
             for row, reason in await self._write(rows):
@@ -184,7 +182,7 @@ class Ledger:
         await self._acknowledge(done)
         metrics.PENDING.set(messages[-1].pending)
 
-    async def _write(self, rows: Sequence[attempt_rows.Row]) -> list[tuple[attempt_rows.Row, str]]:
+    async def _write(self, rows: Sequence[Row]) -> list[tuple[Row, str]]:
         """Insert, trying until it succeeds or the service stops (then raises _Stopping).
 
         Returns the rows that ClickHouse refuses for what they hold, found by halving, and its reasons.
@@ -195,10 +193,10 @@ class Ledger:
             started = time.monotonic()
             try:
                 await self._store.insert(rows)
-            except Refused as error:
+            except BadValues as error:
                 if len(rows) == 1:
                     return [(rows[0], f"ClickHouse refuses the row: {error}")]
-                first, second = attempt_rows.halves(rows)
+                first, second = halves(rows)
                 return [*await self._write(first), *await self._write(second)]
             except Away as error:
                 await self._failed("insert", error)
@@ -216,7 +214,7 @@ class Ledger:
     async def _set_aside(self, message: Incoming, reason: str) -> bool:
         """Whether the dead letter is stored; if not, the event comes again."""
         source = _source(message)
-        letter = _letters.encode(attempt_rows.dead_letter(source, reason))
+        letter = _letters.encode(dead_letter(source, reason))
         msg_id = f"{topology.ATTEMPTS}.{source.stream_seq}.{source.stored_at_ms}"
         try:
             await self._bus.jetstream.store(subjects.DEAD_ATTEMPTS, letter, msg_id=msg_id)
@@ -254,9 +252,9 @@ class Ledger:
         self._state = f"ClickHouse: {error}"
         metrics.FAILURES.inc()
         metrics.CONNECTED.set(0)
-        pause_s = attempt_rows.delay_s(self._failures, random.random)
-        log.warning("clickhouse_away", during=what, failures=self._failures, pause_s=pause_s, error=str(error))
-        await self._pause(pause_s)
+        pause = pause_s(self._failures, random.random)
+        log.warning("clickhouse_away", during=what, failures=self._failures, pause_s=pause, error=str(error))
+        await self._pause(pause)
 
     def _succeeded(self) -> None:
         if self._failures:
@@ -274,5 +272,13 @@ class Ledger:
             pass
 
 
-def _source(message: Incoming) -> attempt_rows.Source:
-    return attempt_rows.Source(message.subject, message.data, message.stream_seq, message.stored_at_ms)
+def pause_s(failures: int, jitter: Callable[[], float]) -> float:
+    """Pause after so many failures in a row: 0.2 s after one, doubling to 30 s, less up to a quarter.
+
+    ``jitter``: gives a number in [0, 1).
+    """
+    return min(30.0, 0.2 * 2.0 ** min(failures - 1, 8)) * (1 - jitter() / 4)
+
+
+def _source(message: Incoming) -> Source:
+    return Source(message.subject, message.data, message.stream_seq, message.stored_at_ms)

@@ -1,4 +1,4 @@
-"""The ledger's figures in ``/metrics``."""
+"""The ledger's metrics."""
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -17,7 +17,7 @@ DELAY_SECONDS = Gauge("headrace_ledger_delay_seconds", "From the bus's storage t
 PURGED = Counter("headrace_ledger_purged", "Events removed from ATTEMPTS once stored and old.")
 QUERY_SECONDS = Histogram(
     "headrace_ledger_query_seconds",
-    "Duration of one question about usage.",
+    "Duration of one query about usage.",
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
 )
 BUILT = Counter("headrace_ledger_built", "Hours and days summed up, repetitions included.", ["level"])

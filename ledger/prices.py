@@ -19,13 +19,15 @@ from ledger.store import Store, StoreError
 log = structlog.get_logger(__name__)
 
 SWEEP_S = 60.0
+"""How often table and bucket are compared without a change: another ledger may have died in between."""
 RETRY_S = 1.0
 PRICE_MAX = 10**12
 """A million of the currency's units for a million tokens; more is a slip, and sums must not overflow."""
 
 _prices: Codec[Price] = Codec(Price)
 
-Row = tuple[str, str, str, str, int, int, int, int]
+PriceRow = tuple[str, str, str, str, int, int, int, int]
+"""queries.PRICE_COLUMNS: model, tier, first day, currency, and the four prices."""
 
 
 class Prices:
@@ -34,7 +36,7 @@ class Prices:
     def __init__(self, bus: Bus, store: Store) -> None:
         self._bus = bus
         self._store = store
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, PriceRow] = {}
         self._changed = asyncio.Event()
         self._watch: Watch | None = None
 
@@ -44,6 +46,7 @@ class Prices:
         return next((row[3] for row in self._rows.values()), "")
 
     async def start(self) -> None:
+        """Read the bucket and write the table; ClickHouse may be away."""
         self._watch = await self._bus.kv.watch(topology.PRICES, self._take)
         try:
             await self._write()
@@ -52,6 +55,7 @@ class Prices:
             self._changed.set()
 
     async def run(self) -> None:
+        """For ever; what fails is tried again."""
         while True:
             try:
                 async with asyncio.timeout(SWEEP_S):  # wait_for of 3.11 may swallow a cancel
@@ -67,6 +71,7 @@ class Prices:
                 await asyncio.sleep(RETRY_S)
 
     async def close(self) -> None:
+        """Follow the bucket no longer."""
         if self._watch is not None:
             await self._watch.close()
 
@@ -74,7 +79,7 @@ class Prices:
         self._rows.pop(key, None)
         if entry is not None:
             try:
-                self._rows[key] = row(_prices.decode(entry.value))
+                self._rows[key] = price_row(_prices.decode(entry.value))
             except (msgspec.MsgspecError, ValueError) as error:
                 log.error("price_unreadable", key=key, reason=str(error))
         self._changed.set()
@@ -96,7 +101,7 @@ class Prices:
         )
 
 
-def row(price: Price) -> Row:
+def price_row(price: Price) -> PriceRow:
     """The price as the table holds it; raises ValueError when it cannot be one."""
     if not "1970-01-01" < date.fromisoformat(price.valid_from).isoformat() < "2149-01-01":
         raise ValueError("the day is out of range")

@@ -1,12 +1,10 @@
-"""Answers questions over the bus: who may ask about whom, what is asked of ClickHouse, and the answer's shape.
+"""The query API over the bus: who may ask about whom, what is asked of ClickHouse, and the answer's shape.
 
-The subject says about whom: ``usage.v1.of.<tenant>.<question>`` is answered about that tenant alone, so leave to
-publish there is leave to know that tenant's usage; ``usage.v1.all.<question>`` and ``usage.v1.query`` are for
-operators.
+The subject says about whom: ``usage.v1.of.<tenant>.<query>`` is answered about that tenant alone, so leave to publish
+there is leave to know that tenant's usage; ``usage.v1.all.<query>`` and ``usage.v1.query`` are for operators.
 """
 
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -15,14 +13,11 @@ import structlog
 
 from contracts import clock, instants, subjects
 from contracts.bus import Incoming
-from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Codec
 from contracts.messages.usage import (
     ExplainAnswer,
     ExplainQuery,
-    Invoice,
     InvoiceAnswer,
-    InvoiceLine,
     InvoiceQuery,
     LatencyAnswer,
     LatencyQuery,
@@ -49,21 +44,21 @@ _invoice_queries: Codec[InvoiceQuery] = Codec(InvoiceQuery)
 _explain_queries: Codec[ExplainQuery] = Codec(ExplainQuery)
 _encode = msgspec.json.Encoder().encode
 
-Answer = UsageAnswer | LatencyAnswer | InvoiceAnswer | ExplainAnswer
+AnyAnswer = UsageAnswer | LatencyAnswer | InvoiceAnswer | ExplainAnswer
 Paged = TypeVar("Paged", UsageAnswer, LatencyAnswer)
 
-_EVENT_COLUMNS = {name: name.removesuffix("_ms") for name in AttemptEvent.__struct_fields__}
-"""Field of an attempt event -> its column."""
 
+class QueryApi:
+    """Every query that the ledger answers. Methods raise BadQuery or StoreError.
 
-class Questions:
-    """Every question that the ledger answers. Methods raise BadQuery or StoreError."""
+    ``bytes_max``: of an answer; rows that do not fit are left to the next page.
+    """
 
     def __init__(self, store: Store, prices: Prices, bytes_max: int) -> None:
         self._store = store
         self._prices = prices
         self._bytes_max = bytes_max
-        self._questions: dict[str, Callable[[bytes, str | None], Awaitable[Answer]]] = {
+        self._queries: dict[str, Callable[[bytes, str | None], Awaitable[AnyAnswer]]] = {
             "usage": self._usage,
             "latency": self._latency,
             "invoice": self._invoice,
@@ -76,59 +71,62 @@ class Questions:
         await message.respond(self._fitting(await self._answer(message)))
         metrics.QUERY_SECONDS.observe(time.monotonic() - started)
 
-    async def _answer(self, message: Incoming) -> Answer:
+    async def _answer(self, message: Incoming) -> AnyAnswer:
         try:
             tenant, name = subjects.scope_of_usage(message.subject)
-            if (question := self._questions.get(name)) is None:
-                return UsageAnswer(error=f"there is no question {name!r}", code="invalid_request")
-            return await question(message.data, tenant)
-        except (msgspec.MsgspecError, subjects.InvalidName, queries.BadQuery, rows.Rejected) as error:
+            if (query := self._queries.get(name)) is None:
+                return UsageAnswer(error=f"there is no query {name!r}", code="invalid_request")
+            return await query(message.data, tenant)
+        except (msgspec.MsgspecError, subjects.InvalidName, queries.BadQuery) as error:
             return UsageAnswer(error=str(error), code="invalid_request")
         except StoreError as error:
-            log.warning("question_not_answered", error=str(error))
+            log.warning("query_not_answered", error=str(error))
             return UsageAnswer(error="the ledger's database does not answer", code="unavailable")
 
-    # Each question -----------------------------------------------------------------------------------------
+    # Each query -----------------------------------------------------------------------------------------
 
     async def _usage(self, data: bytes, tenant: str | None) -> UsageAnswer:
         query = _usage_queries.decode(data)
         return await self.usage(msgspec.structs.replace(query, tenant=tenant) if tenant is not None else query)
 
     async def usage(self, query: UsageQuery) -> UsageAnswer:
+        """A page of usage by the dimensions asked for."""
         queries.check_usage(query)
         levels: Sequence[Level] = ("hour",) if "hour" in query.by else ("hour", "day")
         plan = await rollups.plan(self._store, query.from_at_ms, query.to_at_ms, levels)
         found = await self._store.select(queries.usage(query, plan))
         columns = (*query.by, *queries.FIGURES)
-        rows = []
+        answered = []
         for values in found[: query.limit]:
             fields: dict[str, Any] = dict(zip(columns, values, strict=True))
-            rows.append(UsageRow(amount=money.decimal(fields.pop("amount_pico")), **fields))
-        return UsageAnswer(rows=rows, has_more=len(found) > query.limit, currency=self._prices.currency)
+            answered.append(UsageRow(amount=money.decimal(fields.pop("amount_pico")), **fields))
+        return UsageAnswer(rows=answered, has_more=len(found) > query.limit, currency=self._prices.currency)
 
     async def _latency(self, data: bytes, tenant: str | None) -> LatencyAnswer:
         query = _latency_queries.decode(data)
         return await self.latency(msgspec.structs.replace(query, tenant=tenant) if tenant is not None else query)
 
     async def latency(self, query: LatencyQuery) -> LatencyAnswer:
+        """A page of latencies by the dimensions asked for."""
         queries.check_latency(query)
         levels: Sequence[Level] = ("hour",) if "hour" in query.by else ("hour", "day")
         plan = await rollups.plan(self._store, query.from_at_ms, query.to_at_ms, levels)
         found = await self._store.select(queries.latency(query, plan))
-        rows = []
+        answered = []
         for values in found[: query.limit]:
             fields: dict[str, Any] = dict(zip(query.by, values, strict=False))
             spans = values[len(query.by) :]
             for span, count, quantiles in zip(queries.SPANS, spans[::2], spans[1::2], strict=True):
                 fields[f"{span}_ms"] = _quantiles(count, quantiles)
-            rows.append(LatencyRow(**fields))
-        return LatencyAnswer(rows=rows, has_more=len(found) > query.limit)
+            answered.append(LatencyRow(**fields))
+        return LatencyAnswer(rows=answered, has_more=len(found) > query.limit)
 
     async def _invoice(self, data: bytes, tenant: str | None) -> InvoiceAnswer:
         query = _invoice_queries.decode(data)
         return await self.invoice(tenant if tenant is not None else query.tenant, query.month)
 
     async def invoice(self, tenant: str, month: str) -> InvoiceAnswer:
+        """A tenant's invoice of a UTC month (``2026-11``), closed or not."""
         subjects.encode(tenant)
         try:
             from_ms, to_ms = instants.range_of_month(month)
@@ -137,21 +135,23 @@ class Questions:
         plan = await rollups.plan(self._store, from_ms, to_ms)
         found = await self._store.select(queries.invoice(plan, tenant))
         closed = clock.now_ms() >= to_ms + LATE_MS
-        return InvoiceAnswer(invoice=invoice(tenant, month, found, closed=closed, currency=self._prices.currency))
+        return InvoiceAnswer(invoice=money.invoice(tenant, month, found, closed=closed, currency=self._prices.currency))
 
     async def _explain(self, data: bytes, tenant: str | None) -> ExplainAnswer:
         return await self.explain(_explain_queries.decode(data).request_id, tenant)
 
     async def explain(self, request_id: str, tenant: str | None) -> ExplainAnswer:
-        """Another tenant's request is as one that does not exist."""
-        number = rows.request_number(request_id)
-        columns = list(_EVENT_COLUMNS.values())
-        query = queries.request(number, rows.requested_at_ms(number), tenant, columns)
+        """What became of a request; another tenant's is as one that does not exist. ``tenant`` None: for operators."""
+        try:
+            number = rows.request_number(request_id)
+        except ValueError as error:
+            raise queries.BadQuery(str(error)) from error
+        query = queries.request(number, rows.requested_at_ms(number), tenant, list(rows.EVENT_COLUMNS.values()))
         found = await self._store.select(query)
         if not found:
             text = "the ledger holds no attempt of this request: it was refused, has not ended, or never came"
             return ExplainAnswer(error=text, code="not_found")
-        events = [_event(values) for values in found]
+        events = [rows.event_of(values[:-2]) for values in found]
         amount = sum(values[-1] for values in found)
         currency = next((values[-2] for values in found if values[-2]), "")
         return ExplainAnswer(
@@ -161,7 +161,7 @@ class Questions:
             currency=currency,
         )
 
-    def _fitting(self, answer: Answer) -> bytes:
+    def _fitting(self, answer: AnyAnswer) -> bytes:
         if isinstance(answer, UsageAnswer):
             return fitting(answer, self._bytes_max)
         if isinstance(answer, LatencyAnswer):
@@ -180,55 +180,8 @@ def fitting(answer: Paged, bytes_max: int) -> bytes:
     return data
 
 
-def invoice(tenant: str, month: str, found: Sequence[tuple[Any, ...]], *, closed: bool, currency: str) -> Invoice:
-    """The invoice of what ``queries.invoice`` gives."""
-    lines: list[InvoiceLine] = []
-    usage_pico = unpriced = requests = 0
-    for model, tier, valid_from, _, *rest in found:
-        prices, (count, prompt, cached, completion, reasoning) = rest[:4], rest[4:]
-        requests += count
-        unpriced += 0 if valid_from else prompt + completion
-        kinds = ("input", "cached_input", "output", "reasoning")
-        tokens = (prompt - cached, cached, completion - reasoning, reasoning)
-        for kind, amount, price in zip(kinds, tokens, prices, strict=True):
-            if not amount:
-                continue
-            usage_pico += amount * price
-            lines.append(
-                InvoiceLine(
-                    kind=kind,  # type: ignore[arg-type]
-                    model=model,
-                    tier=tier,
-                    valid_from=valid_from,
-                    tokens=amount,
-                    price=money.decimal(price * money.MICRO_PICO),
-                    amount=money.decimal(amount * price),
-                )
-            )
-    total = money.cents(usage_pico)
-    if total != usage_pico:
-        lines.append(InvoiceLine(kind="rounding", amount=money.decimal(total - usage_pico)))
-    return Invoice(
-        tenant=tenant,
-        month=month,
-        currency=currency,
-        closed=closed,
-        requests=requests,
-        lines=lines,
-        usage_amount=money.decimal(usage_pico),
-        total=money.whole_cents(total),
-        unpriced_tokens=unpriced,
-    )
-
-
 def _quantiles(count: int, values: Sequence[float]) -> Quantiles:
     if not count:
         return Quantiles()
     p50, p90, p95, p99 = (round(value, 3) for value in values)
     return Quantiles(count=count, p50=p50, p90=p90, p95=p95, p99=p99)
-
-
-def _event(values: Sequence[Any]) -> AttemptEvent:
-    fields = dict(zip(_EVENT_COLUMNS, values, strict=False))
-    fields["request_id"] = str(uuid.UUID(str(fields["request_id"])))
-    return AttemptEvent(**fields)

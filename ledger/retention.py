@@ -1,4 +1,4 @@
-"""Removes from ATTEMPTS what is in ClickHouse and older than any zombie (DESIGN.md section 4).
+"""Removes from ATTEMPTS what is in ClickHouse and older than any zombie (KEEP_S).
 
 A subject kept costs the server memory, so this is due. By sequence it takes a few calls for any number of
 events; by subject it would take one each.

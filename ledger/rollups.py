@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 LOOK_S = 5.0
 """How often is looked for what to build."""
 SWEEP_S = 600.0
-"""How often rows of earlier builds are removed, and how old those builds are at least: no question takes so long."""
+"""How often rows of earlier builds are removed, and how old those builds are at least: no query takes so long."""
 
 
 async def state(store: Store, from_ms: int, to_ms: int, *, building: bool = False) -> tuple[list[Mark], list[Build]]:
@@ -36,7 +36,7 @@ async def state(store: Store, from_ms: int, to_ms: int, *, building: bool = Fals
 
 
 async def plan(store: Store, from_ms: int, to_ms: int, levels: Sequence[Level] = ("hour", "day")) -> Plan:
-    """What to read for a question about [from, to); raises Away."""
+    """What to read for a query of [from, to); raises Away."""
     return rollup_plan.plan(from_ms, to_ms, *await state(store, from_ms, to_ms), levels)
 
 
@@ -48,6 +48,7 @@ class Rollups:
         self._seen: dict[Level, dict[int, tuple[int, float]]] = {"hour": {}, "day": {}}
 
     async def run(self) -> None:
+        """Look, build and sweep, for ever."""
         swept_at = time.monotonic()
         while True:
             try:
@@ -77,17 +78,17 @@ class Rollups:
         marks, builds = await state(self._store, day_s * 1000, (day_s + DAY_S) * 1000, building=True)
         if level == "hour":
             marks = [mark for mark in marks if mark.start_s in starts]
-            covers = [(mark.start_s, mark.marks) for mark in marks]
+            watermarks = [(mark.start_s, mark.marks) for mark in marks]
         else:
-            covers = [(day_s, sum(mark.marks for mark in marks))]
+            watermarks = [(day_s, sum(mark.marks for mark in marks))]
         below: Sequence[Level] = () if level == "hour" else ("hour",)
         found = rollup_plan.plan(day_s * 1000, (day_s + DAY_S) * 1000, marks, builds, below)
         known = max((build.build for build in builds), default=0)
         number = max(time.time_ns(), known + 1)
         for query in queries.build(level, number, day_s, found):
             await self._store.build(query)
-        await self._store.build(queries.finish_build(level, number, day_s, covers))
-        metrics.BUILT.labels(level).inc(len(covers))
+        await self._store.build(queries.finish_build(level, number, day_s, watermarks))
+        metrics.BUILT.labels(level).inc(len(watermarks))
 
     async def sweep(self, before: int) -> None:
         """Remove rows of builds that count no more and began before ``before`` (Unix ns)."""

@@ -1,6 +1,6 @@
 """ClickHouse for the ledger: a server (``http(s)://`` URL) or chDB in this process (``chdb:///directory``).
 
-Both go through clickhouse-connect. Its calls block, so one thread inserts, one asks and one builds rollups, each
+Both go through clickhouse-connect. Its calls block, so one thread inserts, one selects and one builds rollups, each
 with a client of its own; chDB releases the interpreter lock while it works. chDB's data belong to one process at a
 time, which holds a lock in the directory.
 """
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from ledger.core import queries
-from ledger.core import rows as attempt_rows
+from ledger.core.rows import Row, insert_token, marks
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -39,7 +39,7 @@ _INSERT_SETTINGS = {
 
 _BUILD_SETTINGS = {
     "max_execution_time": 600,
-    "max_threads": 1,  # questions come first
+    "max_threads": 1,  # queries come first
     "max_partitions_per_insert_block": 0,
     "mutations_sync": 1,
 }
@@ -72,7 +72,7 @@ class Owned(Away):
     """Another process owns the chDB directory."""
 
 
-class Refused(StoreError):
+class BadValues(StoreError):
     """ClickHouse refuses these values, now and later."""
 
 
@@ -98,8 +98,8 @@ class Store:
         """Connect, own chDB's directory, apply migrations. Raises Away or Owned; may be called again then."""
         await self._in(self._write_thread, self._open)
 
-    async def insert(self, rows: Sequence[attempt_rows.Row]) -> None:
-        """Returns when the rows are in the table. Raises Away (they may be in it all the same) or Refused."""
+    async def insert(self, rows: Sequence[Row]) -> None:
+        """Returns when the rows are in the table. Raises Away (they may be in it all the same) or BadValues."""
         await self._in(self._write_thread, lambda: self._insert(rows))
 
     async def select(self, query: queries.Query) -> list[tuple[Any, ...]]:
@@ -162,18 +162,18 @@ class Store:
             autogenerate_session_id=False,
         )
 
-    def _insert(self, rows: Sequence[attempt_rows.Row]) -> None:
+    def _insert(self, rows: Sequence[Row]) -> None:
         if self._writer is None:
             raise Away("not open")
         self._writer.insert(
             "attempts",
             list(zip(*rows, strict=True)),
-            column_names=attempt_rows.Row._fields,
+            column_names=Row._fields,
             column_oriented=True,
-            settings={**_INSERT_SETTINGS, "insert_deduplication_token": attempt_rows.token(rows)},
+            settings={**_INSERT_SETTINGS, "insert_deduplication_token": insert_token(rows)},
         )
         # After the rows: who sees a mark sees what it stands for. A repetition of both does no harm.
-        self._append("rollup_marks", attempt_rows.marks(rows))
+        self._append("rollup_marks", marks(rows))
 
     def _append(self, table: str, rows: Sequence[Sequence[object]]) -> None:
         if self._writer is None:
@@ -203,7 +203,7 @@ class Store:
                 raise
             except Exception as error:
                 text = f"{type(error).__name__}: {self._without_secrets(error)}"
-                raise (Refused(text) if _at_fault(error) else Away(text)) from None
+                raise (BadValues(text) if _at_fault(error) else Away(text)) from None
 
         return await asyncio.get_running_loop().run_in_executor(thread, translated)
 

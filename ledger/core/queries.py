@@ -1,6 +1,6 @@
-"""The ledger's questions as SQL: pure builders that return text and parameters.
+"""The ledger's queries as SQL: pure builders that return text and parameters.
 
-A question reads what a plan (periods.py) names: built days and hours, and ``attempts`` with FINAL for the rest. So
+A query reads what a plan (rollup_plan.py) names: built days and hours, and ``attempts`` with FINAL for the rest. So
 every answer is right before any merge. Values of others are parameters; numbers of our own stand in the text.
 """
 
@@ -89,12 +89,14 @@ def _amount(prompt: str, cached: str, completion: str, reasoning: str) -> str:
 
 
 class Query(NamedTuple):
+    """``text`` in ClickHouse's SQL; ``parameters`` by the names that it holds in braces."""
+
     text: str
     parameters: dict[str, object]
 
 
 class BadQuery(ValueError):
-    """The question cannot be answered; the text says why."""
+    """The query cannot be answered; the text says why."""
 
 
 # What a plan is made of ------------------------------------------------------------------------------------
@@ -103,7 +105,7 @@ class BadQuery(ValueError):
 def state(from_ms: int, to_ms: int) -> Query:
     """Marks and builds of the days that a range touches.
 
-    Columns: level ('' for a mark), start, marks or what is covered, build, bounds in the key of ``attempts``.
+    Columns: level ('' for a mark), start, marks or watermark, build, bounds in the key of ``attempts``.
     """
     start_s, end_s = from_ms // 1000 // DAY_S * DAY_S, -(-to_ms // 1000 // DAY_S) * DAY_S
     text = (
@@ -117,7 +119,7 @@ def state(from_ms: int, to_ms: int) -> Query:
 
 
 def unbuilt(level: Level) -> Query:
-    """Periods whose build does not cover their marks. Columns: start, marks."""
+    """Periods whose marks are beyond their build's watermark. Columns: start, marks."""
     start = "hour" if level == "hour" else "toStartOfDay(hour, 'UTC')"
     text = (
         "SELECT toInt64(toUnixTimestamp(m.start)), m.marks FROM"
@@ -420,10 +422,11 @@ def build(level: Level, number: int, day_s: int, plan: Plan) -> list[Query]:
     ]
 
 
-def finish_build(level: Level, number: int, day_s: int, covers: Collection[tuple[int, int]]) -> Query:
-    """From here on the builds count: (start, marks that are covered)."""
+def finish_build(level: Level, number: int, day_s: int, watermarks: Collection[tuple[int, int]]) -> Query:
+    """From here on the builds count. ``watermarks``: (start, watermark); the column of these is ``covers``."""
     values = ", ".join(
-        f"('{level}', {start_s}, {number + (start_s - day_s) // HOUR_S}, {marks})" for start_s, marks in covers
+        f"('{level}', {start_s}, {number + (start_s - day_s) // HOUR_S}, {watermark})"
+        for start_s, watermark in watermarks
     )
     return Query(f"INSERT INTO rollup_builds (level, start, build, covers) VALUES {values}", {})
 

@@ -1,7 +1,7 @@
-"""Which rows answer a question: built days, built hours, or the attempts themselves; pure.
+"""Which rows answer a query: built days, built hours, or the attempts themselves; and what is built next. Pure.
 
-Each hour that holds events has marks, one for each insert that touched it. A build counts while the marks are
-those that it covers; what is not covered, and the parts of hours at a range's ends, is read from ``attempts``.
+Each hour that holds events has marks, one for each insert that touched it. A build counts while its watermark is the
+count of marks; what no build answers, and the parts of hours at a range's ends, is read from ``attempts``.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -16,7 +16,7 @@ LENGTH_S: dict[Level, int] = {"hour": HOUR_S, "day": DAY_S}
 
 SETTLE_S = 30
 """A period is built this long after its end, when most of its events are there: they come when requests end."""
-PATIENCE_S = 60
+UNSETTLED_S_MAX = 60
 """A period whose marks keep changing is built all the same after so long, as under a long replay."""
 
 
@@ -30,10 +30,13 @@ class Mark(NamedTuple):
 
 
 class Build(NamedTuple):
+    """Sums of a period, made under a number that is theirs alone; the greatest number counts."""
+
     level: Level
     start_s: int
     build: int
-    covers: int
+    watermark: int
+    """Count of the period's marks when the build began."""
 
 
 class Piece(NamedTuple):
@@ -67,7 +70,7 @@ def plan(
     def covered(level: Level, start_s: int, count: int) -> Build | None:
         whole = from_ms <= start_s * 1000 and (start_s + LENGTH_S[level]) * 1000 <= to_ms
         build = built.get((level, start_s))
-        return build if whole and build is not None and build.covers == count else None
+        return build if whole and build is not None and build.watermark == count else None
 
     for day_s, group in groupby(sorted(marks), lambda mark: mark.start_s // DAY_S * DAY_S):
         of_day = list(group)
@@ -108,6 +111,6 @@ def due(level: Level, unbuilt: Mapping[int, int], seen: Mapping[int, tuple[int, 
     for start_s, marks in sorted(unbuilt.items()):
         before, since_s = seen.get(start_s, (0, now_s))
         over = now_s >= start_s + LENGTH_S[level] + SETTLE_S
-        if over and (marks == before or now_s - since_s >= PATIENCE_S):
+        if over and (marks == before or now_s - since_s >= UNSETTLED_S_MAX):
             ready.append(start_s)
     return ready

@@ -1,14 +1,15 @@
-"""What the ledger decides: which event becomes which row, what is refused and why, and how a batch is named.
+"""Which event becomes which row, which is refused and why, what hours a batch touches, how its insert is named; pure.
 
-Pure: no clock, no I/O. Writing is the store's, delivery the service's.
+Writing is the store's, delivery the service's.
 """
 
 import base64
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, NamedTuple
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -62,7 +63,7 @@ _UUID7 = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-
 """One spelling only: another one would be another subject for the same key."""
 
 
-class Rejected(ValueError):
+class InvalidEvent(ValueError):
     """The event can be no row; the text says why and repeats nothing of the event but numbers and names."""
 
 
@@ -115,14 +116,18 @@ class Row(NamedTuple):
     precedence: int
 
 
-def row(source: Source) -> Row:
-    """The row of an event; raises Rejected. The same event always gives the same row."""
+EVENT_COLUMNS = {name: name.removesuffix("_ms") for name in AttemptEvent.__struct_fields__}
+"""Field of an attempt event -> its column."""
+
+
+def row_of(source: Source) -> Row:
+    """The row of an event; raises InvalidEvent. The same event always gives the same row."""
     try:
         event = _events.decode(source.data)
     except msgspec.ValidationError as error:
-        raise Rejected(f"not an attempt event: {error}") from error
+        raise InvalidEvent(f"not an attempt event: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Rejected(f"not JSON: {error}") from error
+        raise InvalidEvent(f"not JSON: {error}") from error
     request_id = _identity(event, source.subject)
     created_at_ms = request_id >> 80
 
@@ -172,6 +177,13 @@ def row(source: Source) -> Row:
     )
 
 
+def event_of(values: Sequence[Any]) -> AttemptEvent:
+    """The event of a row: its EVENT_COLUMNS, in their order; instants in Unix ms."""
+    fields = dict(zip(EVENT_COLUMNS, values, strict=True))
+    fields["request_id"] = str(uuid.UUID(str(fields["request_id"])))
+    return AttemptEvent(**fields)
+
+
 HOUR_MS = 3_600_000
 
 
@@ -188,9 +200,9 @@ def marks(rows: Iterable[Row]) -> list[tuple[int, int, int, int]]:
 
 
 def request_number(request_id: str) -> int:
-    """The integer of a request id; raises Rejected when it is no UUIDv7 in lower case."""
+    """The integer of a request id; raises ValueError when it is no UUIDv7 in lower case."""
     if not _UUID7.fullmatch(request_id):
-        raise Rejected("request_id is not a UUIDv7")
+        raise ValueError("request_id is not a UUIDv7")
     return int(request_id.replace("-", ""), 16)
 
 
@@ -201,22 +213,25 @@ def requested_at_ms(request_number: int) -> int:
 
 def _identity(event: AttemptEvent, subject: str) -> int:
     """The request id's integer. The subject is what made the event the only one of its attempt."""
-    number = request_number(event.request_id)
     try:
-        _token(event.tenant)
-    except subjects.InvalidName as error:
-        raise Rejected(f"tenant: {error}") from error
+        number = request_number(event.request_id)
+    except ValueError as error:
+        raise InvalidEvent(str(error)) from error
     try:
-        expected = f"attempt.v1.{_token(event.model)}.{event.request_id}.{event.attempt}"
+        _subject_token(event.tenant)
     except subjects.InvalidName as error:
-        raise Rejected(f"model: {error}") from error
+        raise InvalidEvent(f"tenant: {error}") from error
+    try:
+        expected = f"attempt.v1.{_subject_token(event.model)}.{event.request_id}.{event.attempt}"
+    except subjects.InvalidName as error:
+        raise InvalidEvent(f"model: {error}") from error
     if subject != expected:
-        raise Rejected(f"the event belongs on {expected}")
+        raise InvalidEvent(f"the event belongs on {expected}")
     return number
 
 
 @functools.lru_cache(10_000)
-def _token(name: str) -> str:
+def _subject_token(name: str) -> str:
     return subjects.encode(name)
 
 
@@ -258,7 +273,7 @@ def dead_letter(source: Source, reason: str) -> DeadLetter:
     )
 
 
-def token(rows: Iterable[Row]) -> str:
+def insert_token(rows: Iterable[Row]) -> str:
     """Name of an insert: equal for a repetition of the same rows in the same order, and for nothing else.
 
     Sequences alone would not do: those of a recreated stream start again at 1.
@@ -273,8 +288,3 @@ def halves(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
     """Two parts of a batch that ClickHouse refused, to find the row that it refuses."""
     middle = len(rows) // 2
     return rows[:middle], rows[middle:]
-
-
-def delay_s(failures: int, jitter: Callable[[], float]) -> float:
-    """Pause after so many failures in a row: 0.2 s after one, doubling to 30 s, less up to a quarter."""
-    return min(30.0, 0.2 * 2.0 ** min(failures - 1, 8)) * (1 - jitter() / 4)

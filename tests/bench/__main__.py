@@ -9,7 +9,7 @@ BENCHES: list[list[str]] = [
     ["tests.bench.bench_overload", "--seconds", "40"],
     ["tests.bench.bench_ledger"],
     ["tests.bench.bench_ledger_kills", "50000", "5"],
-    ["tests.bench.bench_questions", "500000"],
+    ["tests.bench.bench_queries", "500000"],
 ]
 
 

@@ -1,4 +1,4 @@
-"""Measures the ledger: events per second into chDB, rows per batch, delay of a lone event, time of questions.
+"""Measures the ledger: events per second into chDB, rows per batch, delay of a lone event, time of queries.
 
 ``python -m tests.bench.bench_ledger [EVENTS]``. Starts a nats-server and a ledger of its own; asserts nothing but
 that the totals are exact.
@@ -24,7 +24,7 @@ from contracts import ids, subjects, topology
 from contracts.bus import Bus, BusError
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.usage import UsageAnswer, UsageDimension, UsageQuery
-from ledger.core import rows as attempt_rows
+from ledger.core.rows import Source, row_of
 from ledger.store import Store
 from tests.support.nats_server import free_port
 
@@ -80,15 +80,12 @@ async def until(condition: Callable[[], Awaitable[bool]], pause_s: float = 0.01)
 async def in_process(sample: list[AttemptEvent], directory: Path) -> None:
     """Decoding, checking and inserting, without the bus."""
     now_ms = time.time_ns() // 1_000_000
-    sources = [
-        attempt_rows.Source(subject(event), msgspec.json.encode(event), seq, now_ms)
-        for seq, event in enumerate(sample, 1)
-    ]
+    sources = [Source(subject(event), msgspec.json.encode(event), seq, now_ms) for seq, event in enumerate(sample, 1)]
     store = Store(f"chdb://{directory}", "headrace")
     await store.open()
     started = time.monotonic()
     for start in range(0, len(sources), 10_000):
-        await store.insert([attempt_rows.row(source) for source in sources[start : start + 10_000]])
+        await store.insert([row_of(source) for source in sources[start : start + 10_000]])
     spent_s = time.monotonic() - started
     await store.close()
     print(f"without the bus: {len(sample) / spent_s:,.0f} rows/s")

@@ -24,9 +24,9 @@ from contracts.messages.request import Reply, RequestEnvelope, WorkItem
 from contracts.messages.usage import LatencyQuery, UsageQuery
 from ledger import prices
 from ledger.core import money, queries
-from ledger.core import rows as attempt_rows
 from ledger.core.rollup_plan import DAY_S, HOUR_S
-from ledger.query_api import Questions
+from ledger.core.rows import Row, Source, row_of
+from ledger.query_api import QueryApi
 from ledger.rollups import Rollups, plan
 from ledger.sql_endpoint.http import SqlEndpoint
 from ledger.sql_endpoint.session import Sessions
@@ -55,7 +55,7 @@ PRICES = [
 
 
 class Known:
-    """What the questions need of the bucket's mirror."""
+    """What the query API needs of the bucket's mirror."""
 
     currency = "USD"
 
@@ -86,7 +86,7 @@ class ThroughEndpoint(Store):
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
     store: Store = request.param(f"chdb://{tmp_path}/chdb", "headrace")
     await store.open()
-    rows = [prices.row(price) for price in PRICES]
+    rows = [prices.price_row(price) for price in PRICES]
     await store.insert_prices(
         [(model, tier, datetime.fromisoformat(day).date(), *rest, 1, 0) for model, tier, day, *rest in rows]
     )
@@ -95,8 +95,8 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
 
 @pytest.fixture
-def questions(store: Store) -> Questions:
-    return Questions(store, Known(), 1 << 22)  # type: ignore[arg-type]
+def query_api(store: Store) -> QueryApi:
+    return QueryApi(store, Known(), 1 << 22)  # type: ignore[arg-type]
 
 
 def events(chance: random.Random, count: int) -> list[AttemptEvent]:
@@ -134,9 +134,9 @@ def events(chance: random.Random, count: int) -> list[AttemptEvent]:
     return made
 
 
-def row(event: AttemptEvent, stored_ms: int = STORED) -> attempt_rows.Row:
+def row(event: AttemptEvent, stored_ms: int = STORED) -> Row:
     subject = subjects.attempt(event.model, event.request_id, event.attempt)
-    return attempt_rows.row(attempt_rows.Source(subject, msgspec.json.encode(event), 1, stored_ms))
+    return row_of(Source(subject, msgspec.json.encode(event), 1, stored_ms))
 
 
 def price_of(event: AttemptEvent) -> Price | None:
@@ -188,8 +188,8 @@ def expected(events: list[AttemptEvent], by: list[str], start: int = START, end:
     return {key: [*found[:5], money.decimal(found[5]), found[6]] for key, found in sums.items()}
 
 
-async def asked(questions: Questions, by: list[str], start: int = START, end: int = END) -> dict[Any, list[Any]]:
-    answer = await questions.usage(UsageQuery(from_at_ms=start, to_at_ms=end, by=by))  # type: ignore[arg-type]
+async def asked(query_api: QueryApi, by: list[str], start: int = START, end: int = END) -> dict[Any, list[Any]]:
+    answer = await query_api.usage(UsageQuery(from_at_ms=start, to_at_ms=end, by=by))  # type: ignore[arg-type]
     assert not answer.has_more
     return {
         tuple(getattr(row, name) for name in by): [
@@ -210,7 +210,7 @@ GROUPINGS = [[], ["day"], ["hour"], ["tenant", "key"], ["model", "version", "day
 
 @pytest.mark.parametrize("seed", [1])
 async def test_answers_are_right_whatever_is_built_doubled_or_late(
-    store: Store, questions: Questions, seed: int
+    store: Store, query_api: QueryApi, seed: int
 ) -> None:
     """Events come shuffled and doubled, builds happen in between: every answer is that of the events so far."""
     chance = random.Random(seed)
@@ -229,8 +229,8 @@ async def test_answers_are_right_whatever_is_built_doubled_or_late(
             await rollups.step(NOW_S)
         start, end = sorted((chance.randrange(START, END), chance.randrange(START, END)))
         for by in ([], *chance.sample(GROUPINGS, 2)):
-            assert await asked(questions, by) == expected(seen, by), by
-            assert await asked(questions, by, start, end + 1) == (
+            assert await asked(query_api, by) == expected(seen, by), by
+            assert await asked(query_api, by, start, end + 1) == (
                 expected(seen, by, start, end + 1) or ({(): [0, 0, 0, 0, 0, "0", 0]} if not by else {})
             )
     await rollups.step(NOW_S)
@@ -240,12 +240,12 @@ async def test_answers_are_right_whatever_is_built_doubled_or_late(
     assert not found.hours and not found.raw
     await rollups.sweep(1 << 63)
     for by in GROUPINGS:
-        assert await asked(questions, by) == expected(seen, by), by
+        assert await asked(query_api, by) == expected(seen, by), by
     by_build = "SELECT uniqExact(start), count(DISTINCT start, build) FROM usage_days"
     assert await store.select(queries.Query(by_build, {})) == [(4, 4)]
 
 
-async def test_pages_by_hour_join_up(store: Store, questions: Questions) -> None:
+async def test_pages_by_hour_join_up(store: Store, query_api: QueryApi) -> None:
     """Built and unbuilt hours; the page is found by its first and last key."""
     stream = events(random.Random(13), 120)
     await store.insert([row(event) for event in stream[:90]])
@@ -258,15 +258,15 @@ async def test_pages_by_hour_join_up(store: Store, questions: Questions) -> None
         more = True
         while more:
             query = UsageQuery(from_at_ms=START, to_at_ms=END, by=by, limit=17, offset=len(seen))  # type: ignore[arg-type]
-            answer = await questions.usage(query)
+            answer = await query_api.usage(query)
             seen += [(tuple(getattr(row, name) for name in by), row.requests, row.amount) for row in answer.rows]
             more = answer.has_more
         assert seen == [(key, whole[key][0], whole[key][5]) for key in sorted(whole)]
         beyond = UsageQuery(from_at_ms=START, to_at_ms=END, by=by, offset=len(seen))  # type: ignore[arg-type]
-        assert (await questions.usage(beyond)).rows == []
+        assert (await query_api.usage(beyond)).rows == []
 
 
-async def test_a_late_event_is_in_the_answer_at_once_and_in_the_next_build(store: Store, questions: Questions) -> None:
+async def test_a_late_event_is_in_the_answer_at_once_and_in_the_next_build(store: Store, query_api: QueryApi) -> None:
     [early, late] = events(random.Random(9), 2)[:2]
     await store.insert([row(early)])
     rollups = Rollups(store)
@@ -275,11 +275,11 @@ async def test_a_late_event_is_in_the_answer_at_once_and_in_the_next_build(store
     assert (await plan(store, START, END)).raw == []
     await store.insert([row(late)])
     assert (await plan(store, START, END)).raw
-    assert await asked(questions, ["hour"]) == expected([early, late], ["hour"])
+    assert await asked(query_api, ["hour"]) == expected([early, late], ["hour"])
     for _ in range(2):
         await rollups.step(NOW_S)
     assert (await plan(store, START, END)).raw == []
-    assert await asked(questions, ["hour"]) == expected([early, late], ["hour"])
+    assert await asked(query_api, ["hour"]) == expected([early, late], ["hour"])
 
 
 async def test_what_is_not_over_is_not_built(store: Store) -> None:
@@ -299,13 +299,13 @@ async def test_what_is_not_over_is_not_built(store: Store) -> None:
     assert (await plan(store, START, END)).days
 
 
-async def test_latencies_are_the_same_raw_and_built(store: Store, questions: Questions) -> None:
+async def test_latencies_are_the_same_raw_and_built(store: Store, query_api: QueryApi) -> None:
     stream = events(random.Random(5), 300)
     await store.insert([row(event) for event in stream])
 
     async def ask(**changes: Any) -> Any:
         return (
-            await questions.latency(LatencyQuery(**{"from_at_ms": START, "to_at_ms": END, "by": [], **changes}))
+            await query_api.latency(LatencyQuery(**{"from_at_ms": START, "to_at_ms": END, "by": [], **changes}))
         ).rows
 
     shapes: list[dict[str, Any]] = [
@@ -330,16 +330,14 @@ async def test_latencies_are_the_same_raw_and_built(store: Store, questions: Que
     assert total.queue_wait_ms.count == len(stream)
 
 
-async def test_invoice_daily_usage_and_raw_events_agree_to_the_smallest_unit(
-    store: Store, questions: Questions
-) -> None:
+async def test_invoice_daily_usage_and_raw_events_agree_to_the_smallest_unit(store: Store, query_api: QueryApi) -> None:
     stream = events(random.Random(11), 500)
     await store.insert([row(event) for event in stream])
     for month, start, end in (
         ("2026-10", START, ms("2026-11-01T00:00:00")),
         ("2026-11", ms("2026-11-01T00:00:00"), END),
     ):
-        invoice = (await questions.invoice("t1", month)).invoice
+        invoice = (await query_api.invoice("t1", month)).invoice
         assert invoice is not None
         mine = [event for event in stream if event.tenant == "t1" and start <= event.admitted_at_ms < end]
         exact = sum(amount(event) for event in mine)
@@ -351,7 +349,7 @@ async def test_invoice_daily_usage_and_raw_events_agree_to_the_smallest_unit(
             event.prompt_tokens + event.completion_tokens for event in mine if event.billable
         )
         query = UsageQuery(from_at_ms=start, to_at_ms=end, by=["day"], tenant="t1")
-        days = (await questions.usage(query)).rows
+        days = (await query_api.usage(query)).rows
         assert sum(pico(day.amount) for day in days) == exact
         assert sum(day.requests for day in days) == invoice.requests
         view = (
@@ -370,7 +368,7 @@ def pico(text: str) -> int:
 
 
 async def test_an_invoice_keeps_prices_apart_whatever_comes_twice_late_or_again(
-    store: Store, questions: Questions
+    store: Store, query_api: QueryApi
 ) -> None:
     """A price that changes within the month, to nothing; a model without a price; events at the month's edges."""
     day = datetime.fromisoformat
@@ -397,7 +395,7 @@ async def test_an_invoice_keeps_prices_apart_whatever_comes_twice_late_or_again(
 
     async def check(with_price: int, without: int) -> None:
         """``with_price`` and ``without``: events at the first price and at no cost."""
-        found = (await questions.invoice("t1", "2026-11")).invoice
+        found = (await query_api.invoice("t1", "2026-11")).invoice
         assert found is not None
         wanted = [
             (kind, "m3", since, tokens * count, money.decimal(tokens * count * price))
@@ -431,13 +429,13 @@ async def test_an_invoice_keeps_prices_apart_whatever_comes_twice_late_or_again(
     await check(2, 2)
 
 
-async def test_an_invoice_of_nothing_is_zero(questions: Questions) -> None:
-    invoice = (await questions.invoice("nobody", "2026-12")).invoice
+async def test_an_invoice_of_nothing_is_zero(query_api: QueryApi) -> None:
+    invoice = (await query_api.invoice("nobody", "2026-12")).invoice
     assert invoice is not None
     assert (invoice.lines, invoice.total, invoice.closed) == ([], "0.00", False)
     for month in ("2026-13", "2026-1", "nope", "0000-01", "2026-00"):
         with pytest.raises(queries.BadQuery):
-            await questions.invoice("t1", month)
+            await query_api.invoice("t1", month)
 
 
 # The billing rule -----------------------------------------------------------------------------------------
@@ -460,7 +458,7 @@ def ended(outcome: str, completion: int, **changes: Any) -> AttemptEvent:
 FULL = 60 * 140_000 + 40 * 35_000
 
 
-async def test_the_billing_rule(store: Store, questions: Questions) -> None:
+async def test_the_billing_rule(store: Store, query_api: QueryApi) -> None:
     """One tenant for each case."""
     cases = {
         "completed": (ended("completed", 10), FULL + 10 * 500_000),
@@ -478,7 +476,7 @@ async def test_the_billing_rule(store: Store, questions: Questions) -> None:
         ),
     }
     await store.insert([row(msgspec.structs.replace(event, tenant=case)) for case, (event, _) in cases.items()])
-    found = (await questions.usage(UsageQuery(from_at_ms=START, to_at_ms=END, by=["tenant"]))).rows
+    found = (await query_api.usage(UsageQuery(from_at_ms=START, to_at_ms=END, by=["tenant"]))).rows
     assert {row.tenant: pico(row.amount) for row in found} == {case: charged for case, (_, charged) in cases.items()}
     for total in found:
         event, charged = cases[total.tenant or ""]
@@ -487,27 +485,27 @@ async def test_the_billing_rule(store: Store, questions: Questions) -> None:
         assert total.unbilled_tokens == (0 if charged else produced)
 
 
-async def test_a_retried_request_is_billed_once(store: Store, questions: Questions) -> None:
+async def test_a_retried_request_is_billed_once(store: Store, query_api: QueryApi) -> None:
     done = ended("completed", 10)
     lost = msgspec.structs.replace(done, outcome="lost", billable=False)
     won = msgspec.structs.replace(done, attempt=2)
     await store.insert([row(lost), row(won)])
-    [total] = (await questions.usage(UsageQuery(from_at_ms=START, to_at_ms=END, by=[]))).rows
+    [total] = (await query_api.usage(UsageQuery(from_at_ms=START, to_at_ms=END, by=[]))).rows
     assert (total.requests, total.attempts, pico(total.amount)) == (1, 2, FULL + 10 * 500_000)
-    found = await questions.explain(done.request_id, None)
+    found = await query_api.explain(done.request_id, None)
     assert (len(found.attempts), pico(found.amount), found.currency) == (2, FULL + 10 * 500_000, "USD")
     assert found.attempts[1] == msgspec.structs.replace(won, reserved_tokens=won.reserved_tokens)
 
 
-async def test_a_request_is_explained_to_its_own_tenant_only(store: Store, questions: Questions) -> None:
+async def test_a_request_is_explained_to_its_own_tenant_only(store: Store, query_api: QueryApi) -> None:
     event = ended("completed", 10)
     await store.insert([row(event)])
-    assert (await questions.explain(event.request_id, "t1")).text
-    other = await questions.explain(event.request_id, "t2")
-    assert other == await questions.explain(ids.request_id(), "t2")
+    assert (await query_api.explain(event.request_id, "t1")).text
+    other = await query_api.explain(event.request_id, "t2")
+    assert other == await query_api.explain(ids.request_id(), "t2")
     assert (other.code, other.attempts) == ("not_found", [])
-    with pytest.raises(attempt_rows.Rejected):
-        await questions.explain("' OR 1", None)
+    with pytest.raises(queries.BadQuery):
+        await query_api.explain("' OR 1", None)
 
 
 def test_money_is_written_exactly() -> None:

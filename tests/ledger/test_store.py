@@ -20,8 +20,8 @@ from contracts.messages.usage import UsageQuery
 from ledger import rollups
 from ledger.config import LedgerConfig
 from ledger.core import queries
-from ledger.core import rows as attempt_rows
-from ledger.store import Away, Owned, Refused, Store, _patiently, migrate, migrations
+from ledger.core.rows import UINT32_MAX, Row, Source, row_of
+from ledger.store import Away, BadValues, Owned, Store, _patiently, migrate, migrations
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,7 +54,7 @@ def tenant() -> str:
     return f"tenant-{next(_tenants)}"
 
 
-def row(tenant: str, admitted: str, *, seq: int = 1, **changes: object) -> attempt_rows.Row:
+def row(tenant: str, admitted: str, *, seq: int = 1, **changes: object) -> Row:
     at_ms = ms(admitted)
     fields: dict[str, object] = {
         "request_id": ids.request_id(at_ms),
@@ -75,7 +75,7 @@ def row(tenant: str, admitted: str, *, seq: int = 1, **changes: object) -> attem
     }
     event = AttemptEvent(**{**fields, **changes})  # type: ignore[arg-type]
     subject = subjects.attempt(event.model, event.request_id, event.attempt)
-    return attempt_rows.row(attempt_rows.Source(subject, msgspec.json.encode(event), seq, STORED_MS))
+    return row_of(Source(subject, msgspec.json.encode(event), seq, STORED_MS))
 
 
 async def usage(store: Store, tenant: str, by: list[str], start: str, end: str) -> list[tuple[object, ...]]:
@@ -148,13 +148,13 @@ async def test_the_event_stored_first_wins_whatever_is_inserted_last(directory: 
 
 
 async def test_sums_pass_32_bits(directory: Path, tenant: str) -> None:
-    rows = [row(tenant, "2026-11-01T10:00:00", prompt_tokens=attempt_rows.UINT32_MAX) for _ in range(3)]
+    rows = [row(tenant, "2026-11-01T10:00:00", prompt_tokens=UINT32_MAX) for _ in range(3)]
     async with opened(directory) as store:
         await store.insert(rows)
-        assert (await usage(store, tenant, [], "2026-11-01", "2026-11-02"))[0][1] == 3 * attempt_rows.UINT32_MAX
+        assert (await usage(store, tenant, [], "2026-11-01", "2026-11-02"))[0][1] == 3 * UINT32_MAX
         plan = await rollups.plan(store, *instants.month_around(STORED_MS))
         month = queries.month_tokens(plan, {tenant, "o'neill"})
-        assert await store.select(month) == [(tenant, 3 * attempt_rows.UINT32_MAX + 30)]
+        assert await store.select(month) == [(tenant, 3 * UINT32_MAX + 30)]
 
 
 async def test_pages_join_up(directory: Path, tenant: str) -> None:
@@ -180,9 +180,9 @@ async def test_one_insert_may_span_more_months_than_clickhouse_likes(directory: 
 
 async def test_content_that_clickhouse_refuses_is_told_apart(directory: Path, tenant: str) -> None:
     async with opened(directory) as store:
-        with pytest.raises(Refused):
+        with pytest.raises(BadValues):
             await store.insert([row(tenant, "2026-11-01T10:00:00")._replace(attempt=1 << 20)])
-        with pytest.raises(Refused):
+        with pytest.raises(BadValues):
             await store.insert([row(tenant, "2026-11-01T10:00:00")._replace(worker="\ud800")])
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from contracts import ids, instants, subjects
 from contracts.messages.attempts import AttemptEvent
 from ledger.core import rows
+from ledger.ingest import pause_s
 
 NOW_MS = 1_790_000_000_000
 DAY_MS = 86_400_000
@@ -51,7 +52,7 @@ def source(of: AttemptEvent, **patch: object) -> rows.Source:
 
 
 def test_a_good_event_keeps_every_figure() -> None:
-    row = rows.row(source(event()))
+    row = rows.row_of(source(event()))
     assert (row.tenant, row.key_id, row.model, row.version) == ("acme", "key-1", "org/model", "v1")
     assert (row.prompt_tokens, row.completion_tokens, row.billable) == (12, 34, True)
     assert (row.requested_at, row.admitted_at, row.ended_at) == (NOW_MS - 2_000, NOW_MS - 1_900, NOW_MS - 10)
@@ -81,13 +82,13 @@ def test_a_good_event_keeps_every_figure() -> None:
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(field: str, value: object) -> None:
-    with pytest.raises(rows.Rejected, match=field):
-        rows.row(source(event(), **{field: value}))
+    with pytest.raises(rows.InvalidEvent, match=field):
+        rows.row_of(source(event(), **{field: value}))
 
 
 def test_a_missing_tenant_is_refused() -> None:
-    with pytest.raises(rows.Rejected, match="tenant"):
-        rows.row(source(event(), tenant=None))
+    with pytest.raises(rows.InvalidEvent, match="tenant"):
+        rows.row_of(source(event(), tenant=None))
 
 
 @pytest.mark.parametrize(
@@ -105,26 +106,26 @@ def test_a_missing_tenant_is_refused() -> None:
     ],
 )
 def test_what_is_no_event_is_refused(data: bytes) -> None:
-    with pytest.raises(rows.Rejected):
-        rows.row(rows.Source("attempt.v1.m.x.1", data, 1, NOW_MS))
+    with pytest.raises(rows.InvalidEvent):
+        rows.row_of(rows.Source("attempt.v1.m.x.1", data, 1, NOW_MS))
 
 
 def test_null_is_no_number() -> None:
     data = source(event()).data.replace(b'"completion_tokens":34', b'"completion_tokens":null')
-    with pytest.raises(rows.Rejected, match="completion_tokens"):
-        rows.row(source(event())._replace(data=data))
+    with pytest.raises(rows.InvalidEvent, match="completion_tokens"):
+        rows.row_of(source(event())._replace(data=data))
 
 
 def test_an_event_on_another_attempts_subject_is_refused() -> None:
     """The subject is what makes an event the only one of its attempt."""
-    with pytest.raises(rows.Rejected, match="belongs on"):
-        rows.row(source(event())._replace(subject=source(event()).subject))
+    with pytest.raises(rows.InvalidEvent, match="belongs on"):
+        rows.row_of(source(event())._replace(subject=source(event()).subject))
 
 
 @given(st.binary(max_size=200))
 def test_no_bytes_raise_anything_else(data: bytes) -> None:
-    with pytest.raises(rows.Rejected):
-        rows.row(rows.Source("attempt.v1.m.x.1", data, 1, NOW_MS))
+    with pytest.raises(rows.InvalidEvent):
+        rows.row_of(rows.Source("attempt.v1.m.x.1", data, 1, NOW_MS))
 
 
 @pytest.mark.parametrize(
@@ -140,35 +141,37 @@ def test_no_bytes_raise_anything_else(data: bytes) -> None:
 )
 def test_a_wrong_clock_cannot_date_usage(admitted_at_ms: int, kept: bool, flag: str) -> None:
     """Far-off times are replaced by the bus's time of storage, and flagged; a late replay keeps its time."""
-    row = rows.row(source(event(admitted_at_ms=admitted_at_ms)))
+    row = rows.row_of(source(event(admitted_at_ms=admitted_at_ms)))
     assert row.admitted_at == (admitted_at_ms if kept else NOW_MS)
     assert row.time_flag == flag
 
 
 def test_what_was_never_admitted_is_dated_by_its_id() -> None:
-    row = rows.row(source(event(attempt=0, outcome="expired", admitted_at_ms=0, dispatched_at_ms=0)))
+    row = rows.row_of(source(event(attempt=0, outcome="expired", admitted_at_ms=0, dispatched_at_ms=0)))
     assert (row.admitted_at, row.dispatched_at, row.time_flag) == (NOW_MS - 2_000, 0, "")
 
 
 @pytest.mark.parametrize("at_ms", [0, (1 << 48) - 1])
 def test_an_absurd_id_makes_no_absurd_partition(at_ms: int) -> None:
     """The key's time comes from the id alone, so that copies meet, and is bounded."""
-    row = rows.row(source(event(request_id=ids.request_id(at_ms))))
+    row = rows.row_of(source(event(request_id=ids.request_id(at_ms))))
     assert rows.REQUESTED_MS_MIN <= row.requested_at <= rows.REQUESTED_MS_MAX
 
 
 def test_the_event_stored_first_has_precedence() -> None:
     first, second = event(), event(outcome="lost")
-    assert rows.row(source(first)).precedence > rows.row(source(second)._replace(stored_at_ms=NOW_MS + 1)).precedence
+    assert (
+        rows.row_of(source(first)).precedence > rows.row_of(source(second)._replace(stored_at_ms=NOW_MS + 1)).precedence
+    )
 
 
 def test_tokens_of_inserts() -> None:
     """Equal for the same rows; not for others, other orders, or the same sequences of a recreated stream."""
-    one, two = rows.row(source(event())), rows.row(source(event()))
-    assert rows.token([one, two]) == rows.token([one, two])
-    assert rows.token([one, two]) != rows.token([two, one])
-    assert rows.token([one]) != rows.token([two])
-    assert rows.token([one]) != rows.token([one._replace(stored_at=NOW_MS + 1)])
+    one, two = rows.row_of(source(event())), rows.row_of(source(event()))
+    assert rows.insert_token([one, two]) == rows.insert_token([one, two])
+    assert rows.insert_token([one, two]) != rows.insert_token([two, one])
+    assert rows.insert_token([one]) != rows.insert_token([two])
+    assert rows.insert_token([one]) != rows.insert_token([one._replace(stored_at=NOW_MS + 1)])
 
 
 def test_columns_are_the_migrations() -> None:
@@ -211,7 +214,7 @@ def test_months_are_utc_and_half_open(text: str, month: str, days: int) -> None:
 
 
 def test_pauses_grow_to_a_bound() -> None:
-    pauses = [rows.delay_s(failures, lambda: 0.0) for failures in range(1, 100)]
+    pauses = [pause_s(failures, lambda: 0.0) for failures in range(1, 100)]
     assert pauses[0] == 0.2
     assert pauses == sorted(pauses)
     assert pauses[-1] == 30.0
@@ -219,4 +222,4 @@ def test_pauses_grow_to_a_bound() -> None:
 
 def test_ids_are_kept_exactly() -> None:
     of = event()
-    assert str(uuid.UUID(int=rows.row(source(of)).request_id)) == of.request_id
+    assert str(uuid.UUID(int=rows.row_of(source(of)).request_id)) == of.request_id

@@ -1,4 +1,4 @@
-"""SQL of the ledger's questions: text and parameters, and what is refused."""
+"""SQL of the ledger's queries: text and parameters, and what is refused."""
 
 import pytest
 
@@ -61,7 +61,7 @@ def test_without_dimensions_there_is_one_total() -> None:
         {"offset": -1},
     ],
 )
-def test_a_bad_question_is_refused(changes: dict[str, object]) -> None:
+def test_a_bad_query_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(queries.BadQuery):
         queries.usage(query(**changes), RAW)
 
@@ -82,8 +82,8 @@ def mark(hour: int, marks: int = 1) -> Mark:
     return Mark(start_s, marks, start_s * 1000 - 5, start_s * 1000 + 3_599_000)
 
 
-def build(level: Level, hour: int, covers: int = 1) -> Build:
-    return Build(level, HOUR + hour * HOUR_S, 100 + hour, covers)
+def build(level: Level, hour: int, watermark: int = 1) -> Build:
+    return Build(level, HOUR + hour * HOUR_S, 100 + hour, watermark)
 
 
 def ms(hour: float) -> int:
@@ -105,7 +105,7 @@ def test_a_day_that_the_range_cuts_is_read_by_hours(bounds: tuple[float, float])
     assert [piece.to_ms - piece.from_ms for piece in found.raw] == [1_800_000]
 
 
-def test_an_hour_with_a_mark_that_its_build_does_not_cover_is_read_raw() -> None:
+def test_an_hour_with_a_mark_beyond_its_builds_watermark_is_read_raw() -> None:
     found = plan(ms(0), ms(24), [mark(3), mark(4, 2)], [build("day", 0, 2), build("hour", 3), build("hour", 4)])
     assert found == Plan([], [(HOUR + 3 * HOUR_S, 103)], [Piece(ms(4), ms(5), ms(4) - 5, ms(4) + 3_599_000)])
 

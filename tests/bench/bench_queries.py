@@ -1,6 +1,6 @@
-"""Measures the ledger's questions over a month of generated attempts (10,000,000 by default), and its page.
+"""Measures the ledger's queries over a month of generated attempts (10,000,000 by default), and its page.
 
-``python -m tests.bench.bench_questions [ROWS] [DIRECTORY]``. One tenant of 50 has a quarter of the rows. Prints how
+``python -m tests.bench.bench_queries [ROWS] [DIRECTORY]``. One tenant of 50 has a quarter of the rows. Prints how
 long building the rollups took and each question's time: median and worst of 7, as the ledger's own process sees it.
 With a Chromium on the machine, the page's time too. A directory is kept, and used again.
 """
@@ -23,7 +23,7 @@ from typing import Any
 from contracts import instants
 from contracts.messages.usage import LatencyQuery, UsageQuery
 from ledger.core import queries
-from ledger.query_api import Questions
+from ledger.query_api import QueryApi
 from ledger.rollups import Rollups, plan
 from ledger.store import Store
 
@@ -38,7 +38,7 @@ BUSY = "tenant-0"
 
 
 class NoPrices:
-    """The bucket's mirror, of which questions ask the currency only."""
+    """The bucket's mirror, of which queries ask the currency only."""
 
     currency = "USD"
 
@@ -98,15 +98,15 @@ async def timed(name: str, ask: Callable[[], Awaitable[Any]]) -> None:
 
 
 async def ask_all(store: Store, request_id: str) -> None:
-    questions = Questions(store, NoPrices(), 4 << 20)  # type: ignore[arg-type]
+    query_api = QueryApi(store, NoPrices(), 4 << 20)  # type: ignore[arg-type]
 
     def usage(*by: str, **changes: Any) -> Callable[[], Awaitable[Any]]:
         fields = {"from_at_ms": FROM_MS, "to_at_ms": TO_MS, **changes}
-        return lambda: questions.usage(UsageQuery(by=list(by), **fields))  # type: ignore[arg-type]
+        return lambda: query_api.usage(UsageQuery(by=list(by), **fields))  # type: ignore[arg-type]
 
     def latency(*by: str, **changes: Any) -> Callable[[], Awaitable[Any]]:
         fields = {"from_at_ms": FROM_MS, "to_at_ms": TO_MS, **changes}
-        return lambda: questions.latency(LatencyQuery(by=list(by), **fields))  # type: ignore[arg-type]
+        return lambda: query_api.latency(LatencyQuery(by=list(by), **fields))  # type: ignore[arg-type]
 
     of_busy = {"tenant": BUSY}
     odd = {"from_at_ms": FROM_MS + 1_234_567, "to_at_ms": TO_MS - 7_654_321}
@@ -129,8 +129,8 @@ async def ask_all(store: Store, request_id: str) -> None:
     await timed("latency by hour", latency("hour"))
     await timed("latency by hour and tenant, six hours", latency("hour", "tenant", **six_hours))
     await timed("latency of the busy tenant by hour and model", latency("hour", "model", **of_busy))
-    await timed("invoice of the busy tenant", lambda: questions.invoice(BUSY, MONTH))
-    await timed("explain", lambda: questions.explain(request_id, None))
+    await timed("invoice of the busy tenant", lambda: query_api.invoice(BUSY, MONTH))
+    await timed("explain", lambda: query_api.explain(request_id, None))
 
     async def budgets() -> Any:
         return await store.select(queries.month_tokens(await plan(store, FROM_MS, TO_MS), None))
