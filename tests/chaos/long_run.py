@@ -44,6 +44,11 @@ EXPECTED_ERRORS = {
     "deadline_exceeded",
 }
 """What a caller may be told when something broke; ``cancelled`` where its gateway was not heard for 3 s."""
+NOT_SERVED = {"unavailable", "overloaded", "deadline_exceeded"}
+COMPLETE_MIN = 0.85
+"""Of those who reached a gateway and stayed; 95 % measured with a fault every 4 s."""
+NOT_SERVED_MAX = 0.05
+"""Of the same; 1 % measured: a model is without owner for 3 s after a kill."""
 
 
 class Request:
@@ -273,9 +278,22 @@ async def check(cluster: Cluster, line: list[Request], breaker: Breaker) -> list
         wrong.append(f"the ledger has {await cluster.usage()}, the engines reported {sums}")
     else:
         print(f"ledger and engines agree: {sums[0]} requests, {sums[1]} prompt and {sums[2]} completion tokens")
-    show("callers", Counter(request.ending() for request in line))
+    wrong += too_few(Counter(request.ending() for request in line))
     show("attempts", Counter(event.outcome for events in attempts.values() for event in events))
     show_takeovers(line, attempts, breaker.kills)
+    return wrong
+
+
+def too_few(endings: Counter[str]) -> list[str]:
+    """What is wrong with how the callers ended together."""
+    show("callers", endings)
+    reached = endings.total() - endings["left"] - endings["connection broken"]
+    not_served = sum(endings[code] for code in NOT_SERVED)
+    wrong = []
+    if endings["complete"] < COMPLETE_MIN * reached:
+        wrong.append(f"only {endings['complete']} of {reached} requests that reached a gateway are complete")
+    if not_served > NOT_SERVED_MAX * reached:
+        wrong.append(f"{not_served} of {reached} requests were not served: more than {NOT_SERVED_MAX:.0%}")
     return wrong
 
 

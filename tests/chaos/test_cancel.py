@@ -19,6 +19,12 @@ from tests.support.polling import until
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]
 CLUSTER = {"sim_slots": 2, "sim_itl_ms": 20}
 
+STALE_STEPS = 40
+"""Steps of the engine (20 ms) since the heartbeat that a test has read: sent each 500 ms, read by polling."""
+LATE_STEPS = 25
+"""Steps between a hang-up and its effect: the way over gateway, scheduler and worker on a busy machine, in tokens. The
+engine itself takes one (tests/conformance)."""
+
 STREAMING = pytest.mark.parametrize("stream", [True, False], ids=["streaming", "gathered"])
 
 _admission = Codec[AdmissionRequest](AdmissionRequest)
@@ -52,7 +58,7 @@ async def open_request(cluster: Cluster) -> str:
 
 
 async def leaves_while_held(cluster: Cluster, call: Call, after_tokens: int = 0) -> None:
-    """The caller hangs up once the worker holds its request: cancelled within a second, with the tokens made."""
+    """The caller hangs up once the worker has its request: cancelled at once, with the tokens made until then."""
     request_id = await open_request(cluster)
     if after_tokens:
 
@@ -62,14 +68,12 @@ async def leaves_while_held(cluster: Cluster, call: Call, after_tokens: int = 0)
             return any(one.completion_tokens >= after_tokens for beat in queue.workers for one in beat.in_flight)
 
         await until(enough, "tokens are generated")
-    left_at = time.monotonic()
+    seen = call.tokens or after_tokens + STALE_STEPS
     await call.leave()
     (event,) = await cluster.ended(request_id)
-    assert event.ended_at_ms and event.outcome == "cancelled" and event.reporter == "worker"
-    took_s = time.monotonic() - left_at
-    assert took_s < 2, f"{took_s:.2f} s from the hang-up to the end"
+    assert event.outcome == "cancelled" and event.reporter == "worker"
     if after_tokens:
-        assert after_tokens <= event.completion_tokens <= after_tokens + 75 and event.billable
+        assert after_tokens <= event.completion_tokens <= seen + LATE_STEPS and event.billable
     else:
         assert event.completion_tokens == 0 and not event.billable
     await cluster.quiet(2)

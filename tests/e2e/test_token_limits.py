@@ -51,6 +51,7 @@ def test_longer_prompts_admit_fewer_and_latency_holds(start_stack: StartStack) -
     short = asyncio.run(offer(stack, 200))
     long = asyncio.run(offer(stack, 400))
     print(f"offered, admitted, in time: prompts of 200 tokens {short}, of 400 tokens {long}")
-    assert long[1] < 0.75 * short[1], "half the requests carry the same tokens"
+    assert short[1] >= 0.5 * short[0], "offered is 1.2 times what can be served"
+    assert 0.25 * short[1] <= long[1] <= 0.75 * short[1], "half the requests carry the same tokens"
     assert short[2] >= 0.8 * short[1]
     assert long[2] >= 0.8 * long[1]
