@@ -11,12 +11,13 @@ from contracts.bus import Bus
 from contracts.messages.frames import ErrorData
 from gateway.config import GatewayConfig
 from gateway.http import routes, server
-from gateway.http.inference import Completions
+from gateway.http.inference import Inference
+from gateway.http.typed import Services
 from gateway.intake.admission import Admission
 from gateway.intake.auth import Directory
 from gateway.intake.bus_submit import NatsIngress
 from gateway.intake.catalog import Catalog
-from gateway.management.admin import Admin
+from gateway.management import admin, usage
 from gateway.management.readiness import Readiness
 from gateway.streams.hub import Hub
 
@@ -47,8 +48,15 @@ class Gateway:
         )
         self._readiness = Readiness(bus, self._catalog)
         self._ingress = NatsIngress(bus, self._directory, self._admission)
-        self._completions = Completions(
-            directory=self._directory, admission=self._admission, hub=self._hub, config=config
+        self._inference = Inference(directory=self._directory, admission=self._admission, hub=self._hub, config=config)
+
+        self._services = Services(
+            config=config,
+            bus=bus,
+            directory=self._directory,
+            catalog=self._catalog,
+            admission=self._admission,
+            not_ready=self._readiness.not_ready,
         )
 
     def not_ready(self) -> str:
@@ -65,15 +73,7 @@ class Gateway:
         await self._hub.start()
         await self._ingress.start()
         self._readiness.start()
-        application = routes.build(
-            directory=self._directory,
-            catalog=self._catalog,
-            completions=self._completions,
-            admin=Admin(self._directory, self._bus, self._config),
-            bus=self._bus,
-            not_ready=self._readiness.not_ready,
-            cors_origins=self._config.cors_origins,
-        )
+        application = routes.build(self._services, self._inference, (usage.own, usage.everyones, admin.router))
         http = server.make(application, self._config)
         gc.freeze()  # What stands so far is never looked at again: a full collection would pause streams for 30 ms.
         serving = asyncio.create_task(http.serve(sockets))
@@ -93,9 +93,9 @@ class Gateway:
     async def _drain(self) -> None:
         """Refuse what is new; give running requests their grace time; end the rest with an error."""
         self._readiness.draining = True
-        self._completions.draining = True
+        self._inference.draining = True
         await self._ingress.close()
-        if not self._bus.closed.is_set() and await self._completions.finished(self._config.grace_s):
+        if not self._bus.closed.is_set() and await self._inference.finished(self._config.grace_s):
             _log.info("gateway_drained")
             return
         _log.warning("gateway_drained", cut_off=len(self._hub))
@@ -103,7 +103,7 @@ class Gateway:
             ErrorData(code="shutting_down", message="The server shut down before the answer was complete."),
             "shutdown",
         )
-        await self._completions.finished(ENDINGS_S)
+        await self._inference.finished(ENDINGS_S)
 
     async def _close(self) -> None:
         await self._readiness.close()

@@ -105,6 +105,10 @@ class LatencyRow(Message, frozen=True, kw_only=True, omit_defaults=False):
     """Admission to end, completed attempts only."""
 
 
+LATENCY_SPANS = tuple(name for name in LatencyRow.__struct_fields__ if name not in get_args(LatencyDimension))
+"""Fields of a LatencyRow that are no dimension, in their order."""
+
+
 class LatencyAnswer(Message, frozen=True, kw_only=True):
     rows: list[LatencyRow] = []
     has_more: bool = False

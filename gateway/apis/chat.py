@@ -13,61 +13,61 @@ from gateway.apis.sampling import Completion, LogprobCount, TextBody, only_offer
 from gateway.apis.structured_outputs import ComplexityLimit, Tool, check_tools
 
 
-class _Part(msgspec.Struct):
+class ChatPart(msgspec.Struct):
     type: Literal["text", "refusal"]
     text: str | None = None
     refusal: str | None = None
 
 
-class _FunctionCall(msgspec.Struct):
+class FunctionCall(msgspec.Struct):
     name: Text
     arguments: str
 
 
-class _ToolCall(msgspec.Struct):
-    function: _FunctionCall
+class ToolCall(msgspec.Struct):
+    function: FunctionCall
     id: str
     type: Literal["function"] = "function"
 
 
-class _Message(msgspec.Struct):
+class ChatMessage(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[_Part] | None = None
+    content: str | list[ChatPart] | None = None
     name: str | None = None
-    tool_calls: list[_ToolCall] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 
 
-class _Function(msgspec.Struct):
+class Function(msgspec.Struct):
     name: Text
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class _Tool(msgspec.Struct):
-    function: _Function
+class ChatTool(msgspec.Struct):
+    function: Function
     type: Literal["function"] = "function"
 
 
-class _Named(msgspec.Struct):
+class NamedFunction(msgspec.Struct):
     name: Text
 
 
-class _ToolChoice(msgspec.Struct):
-    function: _Named
+class ChatToolChoice(msgspec.Struct):
+    function: NamedFunction
     type: Literal["function"] = "function"
 
 
 class ChatBody(TextBody, kw_only=True):
-    messages: Annotated[list[_Message], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
-    tools: list[_Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | _ToolChoice | None = None
+    tools: list[ChatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool | None = None
@@ -94,15 +94,15 @@ def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> Valid
 
 def _check_tools(body: ChatBody, complexity: ComplexityLimit) -> None:
     choice = body.tool_choice
-    named = choice.function.name if isinstance(choice, _ToolChoice) else None
+    named = choice.function.name if isinstance(choice, ChatToolChoice) else None
     functions = [tool.function for tool in body.tools or ()]
     tools = [
         Tool(f"tools[{index}].function.parameters", each.name, each.parameters) for index, each in enumerate(functions)
     ]
-    check_tools(tools, None if isinstance(choice, _ToolChoice) else choice, named, complexity)
+    check_tools(tools, None if isinstance(choice, ChatToolChoice) else choice, named, complexity)
 
 
-def _check_message(where: str, message: _Message) -> None:
+def _check_message(where: str, message: ChatMessage) -> None:
     if message.content is None and message.role != "assistant":
         refuse(f"{where}.content", f"A message with the role {message.role!r} needs content.")
     if message.tool_calls and message.role != "assistant":

@@ -19,14 +19,14 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
     dimensions: Positive | None = None
 
 
-class _Embedding(msgspec.Struct):
+class Embedding(msgspec.Struct):
     index: int
     embedding: list[float] | str
 
 
-class _Embeddings(msgspec.Struct):
+class Embeddings(msgspec.Struct):
     object: Literal["list"]
-    data: list[_Embedding]
+    data: list[Embedding]
 
 
 def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> ValidBody:
@@ -40,7 +40,7 @@ API = Api(
     endpoint="embeddings",
     summary="OpenAI: embeddings",
     body=EmbeddingsBody,
-    answer=_Embeddings,
+    answer=Embeddings,
     check=_check,
     prompt_field="input",
     limit_field="",

@@ -33,32 +33,32 @@ BILLING_HEADER = "x-anthropic-billing-header"
 """Claude Code's first system text, which vLLM leaves out."""
 
 
-class _ResultPart(msgspec.Struct):
+class ResultPart(msgspec.Struct):
     type: Literal["text"]
     text: str
 
 
-class _Block(msgspec.Struct):
+class ContentBlock(msgspec.Struct):
     type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
     text: str | None = None
     thinking: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
-    content: str | list[_ResultPart] | None = None
+    content: str | list[ResultPart] | None = None
     tool_use_id: str | None = None
 
 
-class _SystemBlock(msgspec.Struct):
+class SystemBlock(msgspec.Struct):
     type: Literal["text"]
     text: str
 
 
-class _Message(msgspec.Struct):
+class MessageParam(msgspec.Struct):
     role: Literal["user", "assistant", "system"]
-    content: str | list[_Block]
+    content: str | list[ContentBlock]
 
 
-class _Tool(msgspec.Struct):
+class MessagesTool(msgspec.Struct):
     name: Text
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
@@ -66,42 +66,42 @@ class _Tool(msgspec.Struct):
     strict: bool | None = None
 
 
-class _ToolChoice(msgspec.Struct):
+class MessagesToolChoice(msgspec.Struct):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class _Thinking(msgspec.Struct):
+class Thinking(msgspec.Struct):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Meta(ge=1024)] | None = None
 
 
-class _Format(msgspec.Struct):
+class OutputFormat(msgspec.Struct):
     schema: dict[str, Any]
     type: Literal["json_schema"] = "json_schema"
 
 
-class _OutputConfig(msgspec.Struct):
+class OutputConfig(msgspec.Struct):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: _Format | None = None
+    format: OutputFormat | None = None
 
 
 class CountBody(msgspec.Struct, kw_only=True):
     """What ``/v1/messages/count_tokens`` takes: a message whose output limit is of no account."""
 
     model: str
-    messages: Annotated[list[_Message], Meta(min_length=1)]
+    messages: Annotated[list[MessageParam], Meta(min_length=1)]
     stream: bool | None = None
-    system: str | list[_SystemBlock] | None = None
+    system: str | list[SystemBlock] | None = None
     stop_sequences: Stops | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
-    tools: list[_Tool] | None = None
-    tool_choice: _ToolChoice | None = None
-    thinking: _Thinking | None = None
-    output_config: _OutputConfig | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -154,7 +154,7 @@ def _check_constraints(body: CountBody) -> None:
         check_schema("output_config.format.schema", body.output_config.format.schema, complexity)
 
 
-def _check_block(where: str, role: str, block: _Block) -> None:
+def _check_block(where: str, role: str, block: ContentBlock) -> None:
     needs = {"text": block.text, "thinking": block.thinking, "tool_use": block.name}
     if block.type in needs and needs[block.type] is None:
         refuse(where, f"A block of the type {block.type!r} needs its {'name' if block.name else block.type}.")
@@ -247,6 +247,20 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 # Events and errors -----------------------------------------------------------------------------------------
 
+
+class AnthropicErrorDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, kw_only=True):
+    """Anthropic's error body."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str = ""
+
+
 _ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -271,9 +285,9 @@ def _error_event(error: ErrorData, request_id: str, attempt: int, number: int) -
 
 FORMAT = ResponseFormat(
     event=named_event,
+    error=AnthropicError,
     error_body=_error_body,
     error_event=_error_event,
-    error_schema="AnthropicError",
     request_id_header=b"request-id",
 )
 

@@ -1,9 +1,10 @@
 """How an API's events and errors look to its caller, and the form that chat, completions and embeddings share."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from contracts import errors
 from contracts.messages.frames import ErrorData
@@ -29,8 +30,8 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
     """Of code, message, field and request id."""
     error_event: Callable[[ErrorData, str, int, int], bytes]
     """The last event of a stream that failed; of the error, request id, attempt and number of events before it."""
-    error_schema: str = "Error"
-    """The OpenAPI document's name for the error body."""
+    error: type[msgspec.Struct]
+    """The error body, for the OpenAPI document."""
     request_id_header: bytes = b""
     """The API's own name for ``x-request-id``, sent beside it."""
 
@@ -59,6 +60,23 @@ def _error_event(error: ErrorData, request_id: str, attempt: int, number: int) -
     return data_event(msgspec.json.encode(openai_error(error, request_id, attempt)))
 
 
+class ErrorDetail(msgspec.Struct, forbid_unknown_fields=True):
+    message: str
+    type: Annotated[str, Meta(extra_json_schema={"enum": sorted({entry.type for entry in errors.TABLE.values()})})]
+    param: Annotated[str | None, Meta(description="The field at fault.")]
+    code: Annotated[str, Meta(extra_json_schema={"enum": sorted(errors.TABLE)})]
+
+
+class Error(msgspec.Struct, forbid_unknown_fields=True):
+    """OpenAI's error body."""
+
+    error: ErrorDetail
+
+
 OPENAI = ResponseFormat(
-    event=data_event, done=b"data: [DONE]\n\n", error_body=openai_error_body, error_event=_error_event
+    event=data_event,
+    done=b"data: [DONE]\n\n",
+    error=Error,
+    error_body=openai_error_body,
+    error_event=_error_event,
 )

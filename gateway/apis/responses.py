@@ -15,7 +15,7 @@ from contracts.messages.records import Manifest
 from gateway.apis.api import Api, ValidBody
 from gateway.apis.fields import Positive, Text, converted, refuse, refuse_fields, travelling
 from gateway.apis.json_limits import check_text
-from gateway.apis.response_format import ResponseFormat, named_event, openai_error, openai_error_body
+from gateway.apis.response_format import Error, ResponseFormat, named_event, openai_error, openai_error_body
 from gateway.apis.sampling import LogprobCount, Sampling
 from gateway.apis.structured_outputs import ComplexityLimit, Tool, check_schema, check_tools
 
@@ -27,25 +27,25 @@ _STATEFUL = {
 }
 
 
-class _Part(msgspec.Struct):
+class ResponsesPart(msgspec.Struct):
     type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
     text: str | None = None
     refusal: str | None = None
 
 
-class _Item(msgspec.Struct):
+class InputItem(msgspec.Struct):
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[_Part] | None = None
+    content: str | list[ResponsesPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[_Part] | None = None
-    summary: list[_Part] | None = None
+    output: str | list[ResponsesPart] | None = None
+    summary: list[ResponsesPart] | None = None
     encrypted_content: str | None = None
 
 
-class _Tool(msgspec.Struct):
+class ResponsesTool(msgspec.Struct):
     type: Literal["function"]
     name: Text
     description: str | None = None
@@ -53,36 +53,36 @@ class _Tool(msgspec.Struct):
     strict: bool | None = None
 
 
-class _ToolChoice(msgspec.Struct):
+class ResponsesToolChoice(msgspec.Struct):
     name: Text
     type: Literal["function"] = "function"
 
 
-class _Reasoning(msgspec.Struct):
+class Reasoning(msgspec.Struct):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class _Format(msgspec.Struct):
+class TextFormat(msgspec.Struct):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     schema: dict[str, Any] | None = None
 
 
-class _TextConfig(msgspec.Struct):
-    format: _Format | None = None
+class TextConfig(msgspec.Struct):
+    format: TextFormat | None = None
 
 
 class ResponsesBody(Sampling, kw_only=True):
-    input: str | Annotated[list[_Item], Meta(min_length=1)]
+    input: str | Annotated[list[InputItem], Meta(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Positive | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: LogprobCount | None = None
-    text: _TextConfig | None = None
-    tools: list[_Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | _ToolChoice | None = None
+    text: TextConfig | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: _Reasoning | None = None
+    reasoning: Reasoning | None = None
     include_reasoning: bool | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -113,7 +113,7 @@ def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> Valid
     )
 
 
-def _check_item(where: str, item: _Item) -> None:
+def _check_item(where: str, item: InputItem) -> None:
     if item.type == "message" and (item.role is None or item.content is None):
         refuse(where, "A message needs a 'role' and 'content'.")
     if item.type == "function_call" and None in (item.call_id, item.name, item.arguments):
@@ -133,11 +133,11 @@ def _check_item(where: str, item: _Item) -> None:
 
 def _check_tools(body: ResponsesBody, complexity: ComplexityLimit) -> None:
     choice = body.tool_choice
-    named = choice.name if isinstance(choice, _ToolChoice) else None
+    named = choice.name if isinstance(choice, ResponsesToolChoice) else None
     tools = [
         Tool(f"tools[{index}].parameters", each.name, each.parameters) for index, each in enumerate(body.tools or ())
     ]
-    check_tools(tools, None if isinstance(choice, _ToolChoice) else choice, named, complexity)
+    check_tools(tools, None if isinstance(choice, ResponsesToolChoice) else choice, named, complexity)
 
 
 # The prompt ------------------------------------------------------------------------------------------------
@@ -228,5 +228,5 @@ API = Api(
     prompt_field="input",
     chat=chat,
     limit_field="max_output_tokens",
-    format=ResponseFormat(event=named_event, error_body=openai_error_body, error_event=_error_event),
+    format=ResponseFormat(event=named_event, error=Error, error_body=openai_error_body, error_event=_error_event),
 )

@@ -79,7 +79,7 @@ class Sampling(msgspec.Struct, kw_only=True):
 # What chat and completions share beside it ----------------------------------------------------------------
 
 
-class _StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -87,7 +87,7 @@ class _StreamOptions(msgspec.Struct):
 class TextBody(Sampling, kw_only=True):
     """Base of the bodies of chat and completions."""
 
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
     max_tokens: Positive | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=INT_MAX)] | None = None
@@ -160,7 +160,7 @@ def only_offered(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-class _Usage(msgspec.Struct):
+class CompletionUsage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -174,4 +174,4 @@ class Completion(msgspec.Struct):
     created: int
     model: str
     choices: list[dict[str, Any]]
-    usage: _Usage
+    usage: CompletionUsage

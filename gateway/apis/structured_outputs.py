@@ -111,7 +111,7 @@ class StructuredOutputs(msgspec.Struct):
             _check_tag(f"{where}.structural_tag", _decoded(f"{where}.structural_tag", self.structural_tag), complexity)
 
 
-class _JsonSchema(msgspec.Struct):
+class JsonSchema(msgspec.Struct):
     name: Text
     schema: dict[str, Any] | None = None
     strict: bool | None = None
@@ -122,7 +122,7 @@ class ResponseFormatParam(msgspec.Struct):
     """The chat's ``response_format``; ``structural_tag`` is vLLM's."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: _JsonSchema | None = None
+    json_schema: JsonSchema | None = None
     format: dict[str, Any] | None = None
     structures: list[Any] | None = None
     triggers: list[str] | None = None

@@ -179,6 +179,8 @@ class Edge:
             if _is_preflight(scope):
                 await self._preflight(exchange)
             else:
+                if scope["method"] == "HEAD":
+                    scope = {**scope, "method": "GET"}  # The server leaves the answer's body out.
                 await self._app(scope, exchange.receive, exchange.send)
         except HeadraceError as error:
             if not exchange.status:

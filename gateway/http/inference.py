@@ -9,17 +9,13 @@ import time
 from types import TracebackType
 from typing import Self
 
-import msgspec
 import structlog
-from starlette.requests import Request
-from starlette.responses import Response
 
 from contracts.errors import HeadraceError
 from contracts.messages.admission import DEADLINE_MS_MAX, RateLimits
 from contracts.messages.frames import ErrorData
 from contracts.messages.request import Reply
 from gateway import metrics
-from gateway.apis import messages
 from gateway.apis.api import Api
 from gateway.config import GatewayConfig
 from gateway.http import body
@@ -76,8 +72,8 @@ class Caller:
             self._task.cancel()
 
 
-class Completions:
-    """The endpoints that generate, each as an ASGI application: ``partial(completions, endpoint)``."""
+class Inference:
+    """The APIs of the table, each as an ASGI application: ``partial(inference, api)``."""
 
     def __init__(
         self,
@@ -126,18 +122,6 @@ class Completions:
             if not self._active:
                 self._idle.set()
             log.write()
-
-    async def count_tokens(self, request: Request) -> Response:
-        """Anthropic's ``/v1/messages/count_tokens``: answered here, nothing is admitted or charged."""
-        exchange: Exchange = request.scope["headrace"]
-        headers = exchange.scope["headers"]
-        identity = self._directory.authenticate(headers)
-        try:
-            data = await self._read(exchange)
-        except CallerLeft:
-            return Response(status_code=499)
-        tokens = await self._admission.count(messages.COUNT, identity.tenant, data)
-        return Response(msgspec.json.encode({"input_tokens": tokens}), media_type="application/json")
 
     async def _read(self, exchange: Exchange) -> bytes:
         config, headers = self._config, exchange.scope["headers"]

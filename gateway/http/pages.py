@@ -1,34 +1,51 @@
-"""What the service says about itself: OpenAPI of the HTTP side, AsyncAPI of the bus, each as JSON and as a page."""
+"""What the service says about itself: pages to chat on and about usage; OpenAPI and AsyncAPI, as JSON and as pages."""
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
-import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
 
 from contracts import asyncapi
 from gateway.http import openapi
-from gateway.management.usage import PAGE_HEADERS
+from gateway.http.typed import TypedRoute
 
-PAGE = Path(__file__).parent / "static" / "reference.html"
+STATIC = Path(__file__).parent / "static"
+HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+router = APIRouter(tags=[openapi.PUBLIC], route_class=TypedRoute)
 
 
-def routes() -> list[Route]:
-    page = PAGE.read_bytes()
+def _page(file: str) -> Callable[[], Awaitable[HTMLResponse]]:
+    text = (STATIC / file).read_bytes()
 
-    async def show(request: Request) -> Response:
-        return Response(page, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
+    async def show() -> HTMLResponse:
+        return HTMLResponse(text, headers=HEADERS)
 
-    async def http(request: Request) -> Response:
-        return Response(msgspec.json.encode(openapi.document()), media_type="application/json")
+    return show
 
-    async def bus(request: Request) -> Response:
-        return Response(msgspec.json.encode(asyncapi.document()), media_type="application/json")
 
-    return [
-        Route("/docs", show, methods=["GET"]),
-        Route("/asyncapi", show, methods=["GET"]),
-        Route("/openapi.json", http, methods=["GET"]),
-        Route("/asyncapi.json", bus, methods=["GET"]),
-    ]
+for path, file, summary in (
+    ("/", "index.html", "A page to chat on"),
+    ("/usage", "usage.html", "A page about usage"),
+    ("/docs", "reference.html", "This document, readable"),
+    ("/asyncapi", "reference.html", "The bus, readable"),
+):
+    router.add_api_route(path, _page(file), methods=["GET"], summary=summary, response_class=HTMLResponse)
+
+
+@router.get("/openapi.json", summary="This document")
+async def http(request: Request) -> dict[str, Any]:
+    return openapi.document(request.app)
+
+
+@router.get("/asyncapi.json", summary="The bus as an AsyncAPI document")
+async def bus() -> dict[str, Any]:
+    return asyncapi.document()

@@ -1,112 +1,119 @@
-"""The FastAPI application: routes, and the OpenAI error body on whatever goes wrong."""
+"""The FastAPI application: its routes, and the API's own error body on whatever goes wrong."""
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
-from contracts.bus import Bus
 from contracts.errors import HeadraceError
+from contracts.messages.base import Endpoint
 from contracts.messages.records import Manifest
+from gateway.apis import messages
 from gateway.apis.table import APIS
-from gateway.http import pages
+from gateway.http import openapi, pages
+from gateway.http.body import CallerLeft
 from gateway.http.exchange import Edge, Exchange
-from gateway.http.inference import Completions
-from gateway.intake.auth import Directory, Identity
-from gateway.intake.catalog import Catalog
-from gateway.management.admin import Admin
-from gateway.management.usage import PAGE_HEADERS, Usage
-
-PAGE = Path(__file__).parent / "static" / "index.html"
-_CODES = {404: "not_found", 405: "method_not_allowed"}
+from gateway.http.inference import Inference
+from gateway.http.typed import BodyReader, Caller, Gateway, Listed, Name, Services, TypedRoute, refusals
 
 
-class Json(Response):
-    media_type = "application/json"
-
-    def render(self, content: object) -> bytes:
-        return msgspec.json.encode(content)
-
-
-def build(
-    *,
-    directory: Directory,
-    catalog: Catalog,
-    completions: Completions,
-    admin: Admin,
-    bus: Bus,
-    not_ready: Callable[[], str],
-    cors_origins: tuple[str, ...],
-) -> Edge:
-    """The whole HTTP application."""
+def build(services: Services, inference: Inference, routers: Iterable[APIRouter]) -> Edge:
+    """The whole HTTP application; ``routers`` have what is beside inference and health."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    handlers = _Pages(directory, catalog, not_ready)
-    app.router.routes += [
-        *(Route(api.path, partial(completions, api), methods=["POST"]) for api in APIS.values()),
-        Route("/v1/messages/count_tokens", completions.count_tokens, methods=["POST"]),
-        Route("/v1/models", handlers.models, methods=["GET"]),
-        Route("/v1/models/{model:path}", handlers.model, methods=["GET"]),
-        Route("/health/live", handlers.live, methods=["GET"]),
-        Route("/health/ready", handlers.ready, methods=["GET"]),
-        Route("/", handlers.index, methods=["GET"]),
-        *admin.routes(),
-        *Usage(directory, bus).routes(),
-        *pages.routes(),
-    ]
+    app.state.services = services
+    app.router.routes += [Route(api.path, partial(inference, api), methods=["POST"]) for api in APIS.values()]
+    for router in (models, health, pages.router, *routers):
+        app.include_router(router)
     app.add_exception_handler(HeadraceError, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_parameter)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(CallerLeft, _on_caller_left)
     app.add_exception_handler(Exception, _on_bug)
-    return Edge(app, cors_origins=cors_origins)
+    return Edge(app, cors_origins=services.config.cors_origins)
 
 
-class _Pages:
-    """Everything but inference."""
-
-    def __init__(self, directory: Directory, catalog: Catalog, not_ready: Callable[[], str]) -> None:
-        self._directory = directory
-        self._catalog = catalog
-        self._not_ready = not_ready
-        self._page = PAGE.read_bytes()
-
-    def _caller(self, request: Request) -> Identity:
-        return self._directory.authenticate(request.scope["headers"])
-
-    async def index(self, request: Request) -> Response:
-        return Response(self._page, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
-
-    async def live(self, request: Request) -> Response:
-        return Json({"status": "ok"})
-
-    async def ready(self, request: Request) -> Response:
-        if reason := self._not_ready():
-            raise HeadraceError("unavailable", f"Not ready: {reason}.", retry_after_s=1)
-        return Json({"status": "ok"})
-
-    async def models(self, request: Request) -> Response:
-        manifests = self._catalog.visible(self._caller(request).tenant)
-        return Json({"object": "list", "data": [_model(manifest) for manifest in manifests]})
-
-    async def model(self, request: Request) -> Response:
-        tenant = self._caller(request).tenant
-        return Json(_model(self._catalog.resolve(request.path_params["model"], tenant).manifest))
+# Models ----------------------------------------------------------------------------------------------------
 
 
-def _model(manifest: Manifest) -> dict[str, object]:
-    return {
-        "id": manifest.name,
-        "object": "model",
-        "created": manifest.created_at_ms // 1000,
-        "owned_by": "headrace",
-        "max_model_len": manifest.context,
-        "endpoints": manifest.endpoints,
-    }
+class Model(msgspec.Struct, kw_only=True):
+    """A model as OpenAI lists it."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "headrace"
+    max_model_len: int
+    """Longest prompt and answer together, in tokens."""
+    endpoints: tuple[Endpoint, ...]
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> "Model":
+        return cls(
+            id=manifest.name,
+            created=manifest.created_at_ms // 1000,
+            max_model_len=manifest.context,
+            endpoints=manifest.endpoints,
+        )
+
+
+class TokenCount(msgspec.Struct):
+    input_tokens: int
+
+
+models = APIRouter(prefix="/v1", tags=["Inference"], route_class=TypedRoute, responses=refusals(401))
+
+
+@models.get("/models", summary="Models that the caller may use")
+async def visible_models(gateway: Gateway, caller: Caller) -> Listed[Model]:
+    return Listed([Model.of(manifest) for manifest in gateway.catalog.visible(caller.tenant)])
+
+
+@models.get("/models/{model:path}", summary="One model, whose name may hold slashes", responses=refusals(404))
+async def one_model(gateway: Gateway, caller: Caller, model: Name) -> Model:
+    return Model.of(gateway.catalog.resolve(model, caller.tenant).manifest)
+
+
+@models.post(
+    "/messages/count_tokens",
+    summary="Anthropic: input tokens of a message; nothing is charged",
+    responses=refusals(404, 503),
+)
+async def count_tokens(
+    gateway: Gateway, caller: Caller, body: Annotated[bytes, Depends(BodyReader(messages.CountBody, raw=True))]
+) -> TokenCount:
+    return TokenCount(await gateway.admission.count(messages.COUNT, caller.tenant, body))
+
+
+# Health ----------------------------------------------------------------------------------------------------
+
+
+class Health(msgspec.Struct):
+    status: Literal["ok"] = "ok"
+
+
+health = APIRouter(prefix="/health", tags=[openapi.PUBLIC], route_class=TypedRoute)
+
+
+@health.get("/live", summary="The process lives")
+async def live() -> Health:
+    return Health()
+
+
+@health.get("/ready", summary="A request would be served", responses=refusals(503))
+async def ready(gateway: Gateway) -> Health:
+    if reason := gateway.not_ready():
+        raise HeadraceError("unavailable", f"Not ready: {reason}.", retry_after_s=1)
+    return Health()
 
 
 # Errors ----------------------------------------------------------------------------------------------------
+
+_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 class _Sent(Response):
@@ -116,25 +123,35 @@ class _Sent(Response):
         pass
 
 
+async def _failed(request: Request, error: HeadraceError, **options: Any) -> Response:
+    exchange: Exchange = request.scope["headrace"]
+    await exchange.fail(error, **options)
+    return _Sent()
+
+
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HeadraceError)
-    exchange: Exchange = request.scope["headrace"]
-    await exchange.fail(error)
-    return _Sent()
+    return await _failed(request, error)
+
+
+async def _on_invalid_parameter(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][1])
+    reason = first["msg"].removeprefix("Value error, ")
+    return await _failed(request, HeadraceError("invalid_request", f"'{name}': {reason}.", param=name))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """The router's own refusals: no such path, no such method."""
     assert isinstance(error, HTTPException)
-    exchange: Exchange = request.scope["headrace"]
     path, method = request.scope["path"][:200], request.scope["method"]
     known = HeadraceError(
         _CODES.get(error.status_code, "invalid_request"),
         f"{method} is not allowed here." if error.status_code == 405 else f"There is nothing at {path!r}.",
     )
     headers = [(b"allow", ", ".join(_allowed(request)).encode())] if error.status_code == 405 else []
-    await exchange.fail(known, headers, status=error.status_code)
-    return _Sent()
+    return await _failed(request, known, headers=headers, status=error.status_code)
 
 
 def _allowed(request: Request) -> list[str]:
@@ -144,8 +161,10 @@ def _allowed(request: Request) -> list[str]:
     return sorted({method for found in methods for method in found})
 
 
+async def _on_caller_left(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)
+
+
 async def _on_bug(request: Request, error: Exception) -> Response:
     """Answers; the edge logs it, to whom it is raised once more."""
-    exchange: Exchange = request.scope["headrace"]
-    await exchange.fail(HeadraceError("internal_error", "Something went wrong inside the service."))
-    return _Sent()
+    return await _failed(request, HeadraceError("internal_error", "Something went wrong inside the service."))

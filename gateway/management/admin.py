@@ -4,25 +4,19 @@ Same records and same checks as the command line (contracts.registry). Unknown f
 error in a limit would otherwise be silence.
 """
 
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from fastapi import APIRouter, Depends
 
 from contracts import registry, subjects
-from contracts.bus import Bus, Unavailable
+from contracts.bus import Unavailable
 from contracts.errors import HeadraceError
 from contracts.messages.base import Codec, Priority
 from contracts.messages.queues import QueueAnswer
-from contracts.messages.records import KeyRecord, Manifest, TenantLimits, TenantRecord
-from gateway.apis import fields
-from gateway.config import GatewayConfig
-from gateway.http import body
-from gateway.intake.auth import Directory
+from contracts.messages.records import KeyRecord, Manifest, PoolLimits, TenantLimits, TenantRecord
+from gateway.http.typed import BodyReader, Gateway, Listed, Name, TypedRoute, administrator, refusals
 
-B = TypeVar("B")
 ASK_TIMEOUT_S = 2.0
 
 _queues = Codec[QueueAnswer](QueueAnswer)
@@ -32,7 +26,7 @@ class Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of what an operator sends."""
 
 
-class Limits(Strict, frozen=True, kw_only=True):
+class LimitsChange(Strict, frozen=True, kw_only=True):
     """Null is unlimited; a field that is left out stays as it is (for a new tenant: unlimited)."""
 
     rpm: int | msgspec.UnsetType | None = msgspec.UNSET
@@ -46,12 +40,12 @@ class Limits(Strict, frozen=True, kw_only=True):
 class TenantChange(Strict, frozen=True, kw_only=True):
     """What is left out stays as it is."""
 
-    limits: Limits = Limits()
-    model_limits: dict[str, Limits | None] = {}
+    limits: LimitsChange = LimitsChange()
+    model_limits: dict[str, LimitsChange | None] = {}
     """For one model; null removes the model's own limits."""
     weight: float | msgspec.UnsetType = msgspec.UNSET
     models: list[str] | msgspec.UnsetType | None = msgspec.UNSET
-    priorities: list[Priority] | msgspec.UnsetType = msgspec.UNSET
+    priorities: tuple[Priority, ...] | msgspec.UnsetType = msgspec.UNSET
     deadline_ms: int | msgspec.UnsetType = msgspec.UNSET
     monthly_budget_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
     fallback: bool | msgspec.UnsetType = msgspec.UNSET
@@ -59,17 +53,18 @@ class TenantChange(Strict, frozen=True, kw_only=True):
     disabled: bool | msgspec.UnsetType = msgspec.UNSET
 
     def apply(self, record: TenantRecord) -> TenantRecord:
-        given = _given(self, without=("limits", "model_limits"))
-        if "priorities" in given:
-            given["priorities"] = tuple(given["priorities"])
+        """The record with what is given."""
         own = dict(record.model_limits)
         for model, change in self.model_limits.items():
             if change is None:
                 own.pop(model, None)
             else:
                 own[model] = msgspec.structs.replace(own.get(model, TenantLimits()), **_given(change))
-        limits = msgspec.structs.replace(record.limits, **_given(self.limits))
-        return msgspec.structs.replace(record, limits=limits, model_limits=own, **given)
+        given = _given(self) | {
+            "limits": msgspec.structs.replace(record.limits, **_given(self.limits)),
+            "model_limits": own,
+        }
+        return msgspec.structs.replace(record, **given)
 
 
 class NewTenant(TenantChange, frozen=True, kw_only=True):
@@ -92,137 +87,110 @@ class ModelChange(Strict, frozen=True, kw_only=True):
     fallbacks: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
-class Admin:
-    """The routes of the admin API."""
+class ModelLimits(msgspec.Struct):
+    """A model, the bounds of its queue, and where its requests may go when it is overloaded."""
 
-    def __init__(self, directory: Directory, bus: Bus, config: GatewayConfig) -> None:
-        self._directory = directory
-        self._bus = bus
-        self._config = config
+    name: str
+    version: str
+    context: int
+    limits: PoolLimits
+    fallbacks: list[str]
 
-    def routes(self) -> list[Route]:
-        return [
-            Route("/admin/v1/tenants", self.tenants, methods=["GET"]),
-            Route("/admin/v1/tenants", self.create_tenant, methods=["POST"]),
-            Route("/admin/v1/tenants/{name:path}", self.tenant, methods=["GET"]),
-            Route("/admin/v1/tenants/{name:path}", self.change_tenant, methods=["PATCH"]),
-            Route("/admin/v1/keys", self.keys, methods=["GET"]),
-            Route("/admin/v1/keys", self.create_key, methods=["POST"]),
-            Route("/admin/v1/keys/{id}", self.revoke_key, methods=["DELETE"]),
-            Route("/admin/v1/models", self.models, methods=["GET"]),
-            Route("/admin/v1/models/{model:path}/limits", self.change_model, methods=["PATCH"]),
-            Route("/admin/v1/queues", self.queues, methods=["GET"]),
-        ]
+    @classmethod
+    def of(cls, manifest: Manifest) -> "ModelLimits":
+        return cls(manifest.name, manifest.version, manifest.context, manifest.limits, manifest.fallbacks)
 
-    async def tenants(self, request: Request) -> Response:
-        self._authorize(request)
-        return _json({"object": "list", "data": [_whole(record) for record in await registry.tenants(self._bus)]})
 
-    async def create_tenant(self, request: Request) -> Response:
-        new = await self._read(request, NewTenant)
-        record = new.apply(TenantRecord(name=new.name))
-        return _json(_whole(await registry.create_tenant(self._bus, record)), 201)
+def _given(change: Strict) -> dict[str, Any]:
+    return {name: value for name, value in msgspec.structs.asdict(change).items() if value is not msgspec.UNSET}
 
-    async def tenant(self, request: Request) -> Response:
-        self._authorize(request)
-        record = await registry.tenant(self._bus, request.path_params["name"])
-        if record is None:
-            raise HeadraceError("not_found", f"There is no tenant {request.path_params['name']!r}.")
-        return _json(_whole(record))
 
-    async def change_tenant(self, request: Request) -> Response:
-        change = await self._read(request, TenantChange)
-        return _json(_whole(await registry.change_tenant(self._bus, request.path_params["name"], change.apply)))
+router = APIRouter(
+    prefix="/admin/v1",
+    tags=["Administration"],
+    route_class=TypedRoute,
+    dependencies=[Depends(administrator)],
+    responses=refusals(401, 403, 503),
+)
 
-    async def keys(self, request: Request) -> Response:
-        self._authorize(request)
-        records: list[KeyRecord] = await registry.keys(self._bus)
-        return _json({"object": "list", "data": [_whole(record) for record in records]})
 
-    async def create_key(self, request: Request) -> Response:
-        """The secret is in this answer and nowhere else."""
-        new = await self._read(request, NewKeyRequest)
-        made = await registry.create_key(self._bus, self._directory.pepper, new.tenant, admin=new.admin)
-        return _json(made, 201)
+@router.get("/tenants", summary="All tenants")
+async def tenants(gateway: Gateway) -> Listed[TenantRecord]:
+    return Listed(await registry.tenants(gateway.bus))
 
-    async def revoke_key(self, request: Request) -> Response:
-        self._authorize(request)
-        return _json(_whole(await registry.revoke_key(self._bus, request.path_params["id"])))
 
-    async def models(self, request: Request) -> Response:
-        self._authorize(request)
-        return _json({"object": "list", "data": [_limits(m) for m in await registry.models(self._bus)]})
+@router.post("/tenants", summary="Make a tenant", status_code=201, responses=refusals(409))
+async def create_tenant(gateway: Gateway, new: Annotated[NewTenant, Depends(BodyReader(NewTenant))]) -> TenantRecord:
+    return await registry.create_tenant(gateway.bus, new.apply(TenantRecord(name=new.name)))
 
-    async def change_model(self, request: Request) -> Response:
-        change = await self._read(request, ModelChange)
-        limits = _given(change, without=("fallbacks",))
-        fallbacks = None if change.fallbacks is msgspec.UNSET else change.fallbacks
-        name = request.path_params["model"]
-        return _json(_limits(await registry.change_model(self._bus, name, limits=limits, fallbacks=fallbacks)))
 
-    async def queues(self, request: Request) -> Response:
-        """Live queues of every model; a model whose scheduler does not answer has the reason instead."""
-        self._authorize(request)
-        data: list[object] = []
-        for manifest in await registry.models(self._bus):
-            try:
-                answer = await self._bus.request(subjects.queues(manifest.name), b"{}", timeout_s=ASK_TIMEOUT_S)
-                data.append(_queues.decode(answer))
-            except Unavailable:
-                data.append({"model": manifest.name, "error": "no scheduler answers at the moment"})
-        return _json({"object": "list", "data": data})
+@router.get("/tenants/{name:path}", summary="One tenant", responses=refusals(404))
+async def tenant(gateway: Gateway, name: Name) -> TenantRecord:
+    record = await registry.tenant(gateway.bus, name)
+    if record is None:
+        raise HeadraceError("not_found", f"There is no tenant {name!r}.")
+    return record
 
-    def _authorize(self, request: Request) -> None:
-        identity = self._directory.authenticate(request.scope["headers"])
-        if not identity.admin:
-            raise HeadraceError("permission_denied", "This needs an admin key.")
 
-    async def _read(self, request: Request, kind: type[B]) -> B:
-        self._authorize(request)
-        data = await body.read(
-            request.scope["headers"],
-            request.receive,
-            bytes_max=self._config.body_bytes_max,
-            s_max=self._config.body_s_max,
-        )
+@router.patch(
+    "/tenants/{name:path}",
+    summary="Change a tenant; seen by every service within a second",
+    responses=refusals(404, 409),
+)
+async def change_tenant(
+    gateway: Gateway, name: Name, change: Annotated[TenantChange, Depends(BodyReader(TenantChange))]
+) -> TenantRecord:
+    return await registry.change_tenant(gateway.bus, name, change.apply)
+
+
+@router.get("/keys", summary="All API keys, without their secrets")
+async def keys(gateway: Gateway) -> Listed[KeyRecord]:
+    return Listed(await registry.keys(gateway.bus))
+
+
+@router.post(
+    "/keys",
+    summary="Make an API key; its secret is in this answer and nowhere else",
+    status_code=201,
+    responses=refusals(404),
+)
+async def create_key(
+    gateway: Gateway, new: Annotated[NewKeyRequest, Depends(BodyReader(NewKeyRequest))]
+) -> registry.NewKey:
+    return await registry.create_key(gateway.bus, gateway.directory.pepper, new.tenant, admin=new.admin)
+
+
+@router.delete("/keys/{id}", summary="Revoke an API key everywhere, within a second", responses=refusals(404))
+async def revoke_key(gateway: Gateway, id: Name) -> KeyRecord:
+    return await registry.revoke_key(gateway.bus, id)
+
+
+@router.get("/models", summary="All models and the bounds of their queues")
+async def models(gateway: Gateway) -> Listed[ModelLimits]:
+    return Listed([ModelLimits.of(manifest) for manifest in await registry.models(gateway.bus)])
+
+
+@router.patch(
+    "/models/{model:path}/limits",
+    summary="Change the bounds of a model's queue, or its fallbacks",
+    responses=refusals(404, 409),
+)
+async def change_model(
+    gateway: Gateway, model: Name, change: Annotated[ModelChange, Depends(BodyReader(ModelChange))]
+) -> ModelLimits:
+    limits = _given(change)
+    fallbacks = limits.pop("fallbacks", None)
+    return ModelLimits.of(await registry.change_model(gateway.bus, model, limits=limits, fallbacks=fallbacks))
+
+
+@router.get("/queues", summary="Live queues of every model")
+async def queues(gateway: Gateway) -> Listed[Any]:
+    """A model whose scheduler does not answer has the reason instead."""
+    data: list[Any] = []
+    for manifest in await registry.models(gateway.bus):
         try:
-            return msgspec.json.decode(data, type=kind)
-        except msgspec.ValidationError as error:
-            raise fields.invalid(error) from error
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise HeadraceError("invalid_json", f"The body is not JSON: {error}") from error
-
-
-def _given(change: msgspec.Struct, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in msgspec.structs.asdict(change).items()
-        if value is not msgspec.UNSET and name not in without and name != "name"
-    }
-
-
-def _whole(record: msgspec.Struct) -> dict[str, Any]:
-    """Every field, also those that the wire form leaves out."""
-    whole: dict[str, Any] = {}
-    for name, value in msgspec.structs.asdict(record).items():
-        if isinstance(value, msgspec.Struct):
-            whole[name] = _whole(value)
-        elif isinstance(value, dict):
-            whole[name] = {k: _whole(v) if isinstance(v, msgspec.Struct) else v for k, v in value.items()}
-        else:
-            whole[name] = value
-    return whole
-
-
-def _limits(manifest: Manifest) -> dict[str, Any]:
-    return {
-        "name": manifest.name,
-        "version": manifest.version,
-        "context": manifest.context,
-        "limits": _whole(manifest.limits),
-        "fallbacks": manifest.fallbacks,
-    }
-
-
-def _json(content: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
+            answer = await gateway.bus.request(subjects.queues(manifest.name), b"{}", timeout_s=ASK_TIMEOUT_S)
+            data.append(_queues.decode(answer))
+        except Unavailable:
+            data.append({"model": manifest.name, "error": "no scheduler answers at the moment"})
+    return Listed(data)

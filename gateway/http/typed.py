@@ -1,0 +1,140 @@
+"""FastAPI's typed routes for msgspec structs: a handler's signature says what a route takes and gives.
+
+Bodies are read within the edge's bounds, answers are encoded with every field. What the signatures say is also what
+the OpenAPI document says (``gateway.http.openapi``).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
+
+import msgspec
+from fastapi import Depends, Path, Request, Response
+from fastapi.routing import APIRoute
+
+from contracts.bus import Bus
+from contracts.errors import HeadraceError
+from gateway.apis import fields
+from gateway.config import GatewayConfig
+from gateway.http import body
+from gateway.intake.admission import Admission
+from gateway.intake.auth import Directory, Identity
+from gateway.intake.catalog import Catalog
+
+T = TypeVar("T")
+
+
+class Services(msgspec.Struct, frozen=True, kw_only=True):
+    """What handlers work with: ``app.state.services``."""
+
+    config: GatewayConfig
+    bus: Bus
+    directory: Directory
+    catalog: Catalog
+    admission: Admission
+    not_ready: Callable[[], str]
+    """The reason why the gateway is not ready, or an empty text."""
+
+
+class Listed(msgspec.Struct, Generic[T]):
+    """A list as OpenAI has it."""
+
+    data: list[T]
+    object: Literal["list"] = "list"
+
+
+# Parameters of handlers ------------------------------------------------------------------------------------
+
+
+async def services_of(request: Request) -> Services:
+    found: Services = request.app.state.services
+    return found
+
+
+Name = Annotated[str, Path(min_length=1)]
+Gateway = Annotated[Services, Depends(services_of)]
+
+
+async def authenticated(request: Request, gateway: Gateway) -> Identity:
+    """Raises HeadraceError (invalid_api_key)."""
+    return gateway.directory.authenticate(request.scope["headers"])
+
+
+Caller = Annotated[Identity, Depends(authenticated)]
+
+
+async def administrator(caller: Caller) -> None:
+    """Raises HeadraceError (invalid_api_key, permission_denied)."""
+    if not caller.admin:
+        raise HeadraceError("permission_denied", "This needs an admin key.")
+
+
+class BodyReader:
+    """Dependency: the request's body as ``kind``, or its bytes, of which ``kind`` is only the description."""
+
+    def __init__(self, kind: type[msgspec.Struct], *, raw: bool = False) -> None:
+        self.kind = kind
+        self._raw = raw
+
+    async def __call__(self, request: Request, gateway: Gateway) -> Any:
+        config = gateway.config
+        data = await body.read(
+            request.scope["headers"], request.receive, bytes_max=config.body_bytes_max, s_max=config.body_s_max
+        )
+        if self._raw:
+            return data
+        try:
+            return msgspec.json.decode(data, type=self.kind)
+        except msgspec.ValidationError as error:
+            raise fields.invalid(error) from error
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise HeadraceError("invalid_json", f"The body is not JSON: {error}") from error
+
+
+# Routes ----------------------------------------------------------------------------------------------------
+
+
+class TypedRoute(APIRoute):
+    """A route whose answer is what the handler's return annotation says: a msgspec type, or a Response of its own."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        self.answer = get_type_hints(endpoint)["return"]
+
+        @functools.wraps(endpoint)
+        async def answered(*args: Any, **kwargs: Any) -> Response:
+            answer = await endpoint(*args, **kwargs)
+            if isinstance(answer, Response):
+                return answer
+            content = msgspec.json.encode(whole(answer))
+            return Response(content, self.status_code or 200, media_type="application/json")
+
+        options["response_model"] = None
+        [method] = options["methods"]
+        options["operation_id"] = operation_id(method, path)
+        super().__init__(path, answered, **options)
+
+    @property
+    def body(self) -> type[msgspec.Struct] | None:
+        """What the route takes as its body."""
+        readers = (found.call for found in self.dependant.dependencies)
+        return next((reader.kind for reader in readers if isinstance(reader, BodyReader)), None)
+
+
+def operation_id(method: str, path: str) -> str:
+    words = [part.strip("{}").removesuffix(":path") for part in path.split("/") if part]
+    return "_".join([method.lower(), *(words or ["page"])]).replace(".", "_")
+
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """FastAPI's ``responses`` for the refusals of a route; the OpenAPI document fills in what they look like."""
+    return {status: {} for status in statuses}
+
+
+def whole(value: Any) -> Any:
+    """Every field of every struct, also those that a message leaves out as being its default."""
+    if isinstance(value, msgspec.Struct):
+        names = zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True)
+        return {shown: whole(getattr(value, name)) for shown, name in names}
+    if isinstance(value, dict):
+        return {name: whole(item) for name, item in value.items()}
+    return [whole(item) for item in value] if isinstance(value, (list, tuple)) else value
