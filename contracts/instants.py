@@ -43,3 +43,16 @@ def month_around(at_ms: int) -> tuple[int, int]:
     first = (_EPOCH + timedelta(milliseconds=at_ms)).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
     after = (first + timedelta(days=32)).replace(day=1)
     return (first - _EPOCH) // timedelta(milliseconds=1), (after - _EPOCH) // timedelta(milliseconds=1)
+
+
+def month_or_range(start_ms: int | None, end_ms: int | None, at_ms: int) -> tuple[int, int]:
+    """[start, end) in Unix ms: what is not given is the UTC month's, of the end that is given, else of ``at_ms``.
+
+    Raises ValueError when it is empty or reversed.
+    """
+    last_ms = at_ms if end_ms is None else end_ms - 1
+    month = month_around(max(0, last_ms if start_ms is None else start_ms))
+    start_ms, end_ms = month[0] if start_ms is None else start_ms, month[1] if end_ms is None else end_ms
+    if start_ms >= end_ms:
+        raise ValueError("the range is empty or reversed: its end is the first instant that is left out")
+    return start_ms, end_ms

@@ -40,10 +40,7 @@ ToOption = Annotated[
 
 def month_or_range(start: int | None, end: int | None) -> tuple[int, int]:
     """The current UTC month where nothing is said; with one end alone, the rest of that end's month."""
-    at_ms = clock.now_ms()
-    around = start if start is not None else end - 1 if end is not None else at_ms
-    month = instants.month_around(around)
-    found = (month[0] if start is None else start, month[1] if end is None else end)
-    if found[0] >= found[1]:
-        raise typer.BadParameter("the range is empty or reversed: --to is the first instant that is left out")
-    return found
+    try:
+        return instants.month_or_range(start, end, clock.now_ms())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error

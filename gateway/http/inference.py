@@ -145,10 +145,11 @@ class Inference:
         data = await self._read(exchange)
         with Caller(exchange.receive) as caller:
             prepared = await self._prepare(context, data, log)
+            del data
             stream = log.stream = self._hub.listen(prepared.envelope)
             try:
                 stream.model = await self._submit(prepared, log)
-                del data, prepared  # The body is stored; an answer may take minutes.
+                del prepared  # The body is stored, and an answer may take minutes.
                 if stream.sse:
                     await _write_events(exchange, stream, caller, log)
                 else:

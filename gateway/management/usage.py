@@ -11,7 +11,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Query
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 
-from contracts import instants, subjects
+from contracts import clock, instants, subjects
 from contracts.bus import Bus, Unavailable
 from contracts.errors import HeadraceError
 from contracts.messages.usage import (
@@ -68,17 +68,10 @@ class Range(BaseModel):
 
     def instants(self) -> tuple[int, int]:
         """[from, to) in Unix ms. Without both the current UTC month; with one alone, the rest of that one's month."""
-        last = self.end - 1 if self.end is not None else time.time_ns() // 1_000_000
-        month = instants.month_around(max(0, last if self.start is None else self.start))
-        start = month[0] if self.start is None else self.start
-        end = month[1] if self.end is None else self.end
-        if start >= end:
-            raise HeadraceError(
-                "invalid_request",
-                "The range is empty or reversed: 'from' is its first instant, 'to' the first that is left out.",
-                param="to",
-            )
-        return start, end
+        try:
+            return instants.month_or_range(self.start, self.end, clock.now_ms())
+        except ValueError as error:
+            raise HeadraceError("invalid_request", f"'to': {error}.", param="to") from error
 
 
 class OwnUsage(Range):

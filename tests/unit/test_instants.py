@@ -40,3 +40,16 @@ def test_the_month_around(text: str, month: tuple[str, str]) -> None:
     found = instants.month_around(instants.parse(text))
     assert found == tuple(instants.parse(each) for each in month)
     assert datetime.fromtimestamp(found[0] / 1000, UTC).day == 1
+
+
+def test_a_range_is_completed_by_the_month() -> None:
+    start, end = instants.parse("2026-02-10"), instants.parse("2026-02-20")
+    month = instants.parse("2026-02-01"), instants.parse("2026-03-01")
+    assert instants.month_or_range(None, None, start) == month
+    assert instants.month_or_range(start, None, 0) == (start, month[1])
+    assert instants.month_or_range(None, end, 0) == (month[0], end)
+    assert instants.month_or_range(None, month[1], 0) == month
+    assert instants.month_or_range(start, end, 0) == (start, end)
+    for empty in ((end, start), (start, start)):
+        with pytest.raises(ValueError, match="empty or reversed"):
+            instants.month_or_range(*empty, 0)
