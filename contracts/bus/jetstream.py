@@ -6,12 +6,14 @@ The library's own JetStream layer is not used: it hides errors, has no retries a
 import asyncio
 import calendar
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 import msgspec
+import structlog
+from prometheus_client import Counter
 
-from contracts.bus import nats_client, types
+from contracts.bus import types
 from contracts.bus.session import Session
 from contracts.bus.types import (
     BusError,
@@ -31,6 +33,8 @@ API_TIMEOUT_S = 5.0
 second."""
 TRY_TIMEOUT_S = 1.0
 RETRY_WAIT_S = 0.1
+CONSUMER_RETRY_S = 0.25
+"""Between tries to make a consumer again."""
 READ_BATCH = 500
 """Messages per batched direct get: 500 take 7.7 ms (measured)."""
 READ_BATCH_BYTES = 4 * 1024 * 1024
@@ -47,6 +51,10 @@ _KINDS: dict[int, type[BusError]] = {
     **dict.fromkeys((NO_STREAM, NO_CONSUMER, NO_MESSAGE), NotFound),
     **dict.fromkeys((10008, 10009, 10039, 10074, 10076, 10118), NoResponder),  # not ready yet
 }
+
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
 
 
 class ApiError(msgspec.Struct):
@@ -107,28 +115,22 @@ class JetStream:
         all_headers = {MSG_ID: msg_id, **(headers or {})}
         if expect_last is not None:
             all_headers[EXPECT_LAST] = str(expect_last)
-        now = time.monotonic()
-        deadline = now + timeout_s
-        reason = "disconnected"
-        while (left := deadline - now) > 0:
-            if not self.session.connected:  # into the buffer goes nothing whose fate we would not learn
-                await self.session.wait_connected(left)
-            else:
-                try:
-                    answer = await self.session.ask(subject, data, min(left, TRY_TIMEOUT_S), all_headers)
-                    ack = _decode_ack(answer.data)
-                    if ack.error is None:
-                        return Stored(ack.seq, ack.duplicate)
-                    raise failure(ack.error, subject)
-                except WrongSequence as error:
-                    return await self._own_or_raise(error, ack.stream, subject, data, msg_id)
-                except Unavailable as error:
-                    reason = str(error)
-                types.STORE_RETRIES.inc()
-                await asyncio.sleep(min(RETRY_WAIT_S, max(0.0, deadline - time.monotonic())))
-            now = time.monotonic()
-        types.STORES_UNCONFIRMED.inc()
-        raise Unconfirmed(f"{subject}: not confirmed within {timeout_s:g} s: {reason}")
+
+        async def publish(try_s: float) -> Stored:
+            answer = await self.session.ask(subject, data, try_s, all_headers)
+            ack = _decode_ack(answer.data)
+            if ack.error is None:
+                return Stored(ack.seq, ack.duplicate)
+            refusal = failure(ack.error, subject)
+            if isinstance(refusal, WrongSequence):
+                return await self._own_or_raise(refusal, ack.stream, subject, data, msg_id)
+            raise refusal
+
+        try:
+            return await self._insist(publish, timeout_s, types.STORE_RETRIES)
+        except Unavailable as error:
+            types.STORES_UNCONFIRMED.inc()
+            raise Unconfirmed(f"{subject}: not confirmed within {timeout_s:g} s: {error}") from error
 
     async def _own_or_raise(self, error: WrongSequence, stream: str, subject: str, data: bytes, msg_id: str) -> Stored:
         """What is in the way may be an earlier try of the same publish, whose answer got lost."""
@@ -169,7 +171,8 @@ class JetStream:
         return found if found is not None else await self._from_leader(stream, {"seq": seq})
 
     async def _direct(self, rest: str, question: bytes) -> Incoming | None:
-        answer = await self._insist(f"$JS.API.DIRECT.GET.{rest}", question)
+        subject = f"$JS.API.DIRECT.GET.{rest}"
+        answer = await self._insist(lambda try_s: self.session.ask(subject, question, try_s), API_TIMEOUT_S)
         if "Nats-Sequence" in answer.headers:
             return self._stored(answer)
         if answer.headers.get("Status") == "404":
@@ -194,7 +197,7 @@ class JetStream:
         place = (int(message["seq"]), rfc3339_ns(message["time"]) // 1_000_000, 0)
         data = msgspec.convert(message.get("data", ""), bytes)
         raw = msgspec.convert(message.get("hdrs", ""), bytes)
-        return Incoming(message["subject"], "", data, nats_client.parse_headers(raw), self.session, place)
+        return Incoming(message["subject"], "", data, _headers(raw), self.session, place)
 
     async def read(
         self, stream: str, subject_filter: str, *, start_seq: int = 1, to_the_end: bool = False
@@ -229,29 +232,18 @@ class JetStream:
                 "max_bytes": READ_BATCH_BYTES,
             }
         )
-        arrived: asyncio.Queue[Incoming] = asyncio.Queue()
 
-        async def collect(message: Incoming) -> None:
-            arrived.put_nowait(message)
-
-        reason = "disconnected"
-        deadline = time.monotonic() + API_TIMEOUT_S
-        while (left := deadline - time.monotonic()) > 0:
-            if not await self.session.wait_connected(left):
-                break
-            while not arrived.empty():
-                arrived.get_nowait()
+        async def read(try_s: float) -> tuple[list[Incoming], int]:
+            arrived: asyncio.Queue[Incoming] = asyncio.Queue()
             inbox = self.session.new_inbox()
-            subscription = await self.session.listen(inbox, collect)
+            subscription = await self.session.listen(inbox, arrived.put)
             try:
                 await self.session.publish(f"$JS.API.DIRECT.GET.{stream}", question, reply=inbox)
                 return await self._gather(arrived, f"direct get of {stream}")
-            except Unavailable as error:
-                reason = str(error)
             finally:
                 await subscription.close()
-            await asyncio.sleep(RETRY_WAIT_S)
-        raise Unavailable(f"{stream}: no answer within {API_TIMEOUT_S:g} s: {reason}")
+
+        return await self._insist(read, API_TIMEOUT_S)
 
     async def _gather(self, arrived: asyncio.Queue[Incoming], about: str) -> tuple[list[Incoming], int]:
         batch: list[Incoming] = []
@@ -286,34 +278,77 @@ class JetStream:
     ) -> dict[str, Any]:
         """One call of the JetStream API (idempotent: it is repeated); raises by the server's error."""
         payload = b"" if question is None else msgspec.json.encode(question)
-        deadline = time.monotonic() + timeout_s
-        while True:
-            answer = await self._insist(f"$JS.API.{call}", payload, deadline - time.monotonic())
-            if (error := _decode_failure(answer.data).error) is None:
-                return msgspec.json.decode(answer.data)
-            problem = failure(error, call)
-            if not isinstance(problem, NoResponder) or deadline - time.monotonic() <= RETRY_WAIT_S:
-                raise problem
-            await asyncio.sleep(RETRY_WAIT_S)
 
-    async def _insist(self, subject: str, payload: bytes, timeout_s: float = API_TIMEOUT_S) -> Incoming:
-        """Ask until there is an answer; raises Unavailable after ``timeout_s``."""
+        async def ask(try_s: float) -> dict[str, Any]:
+            answer = await self.session.ask(f"$JS.API.{call}", payload, try_s)
+            if (error := _decode_failure(answer.data).error) is not None:
+                raise failure(error, call)
+            return msgspec.json.decode(answer.data)
+
+        return await self._insist(ask, timeout_s)
+
+    async def create_consumer(self, stream: str, config: dict[str, Any]) -> dict[str, Any]:
+        """Create or update the consumer ``config["name"]``; its info."""
+        call = f"CONSUMER.CREATE.{stream}.{config['name']}.{config['filter_subject']}"
+        return await self.api(call, {"stream_name": stream, "config": config})
+
+    async def delete_consumer(self, stream: str, name: str, *, timeout_s: float = API_TIMEOUT_S) -> None:
+        """Delete a consumer, which may be gone already; raises NotFound without the stream."""
+        try:
+            await self.api(f"CONSUMER.DELETE.{stream}.{name}", timeout_s=timeout_s)
+        except NotFound as error:
+            if error.err_code == NO_STREAM:
+                raise
+
+    async def _insist(
+        self, attempt: Callable[[float], Awaitable[T]], timeout_s: float, retries: Counter | None = None
+    ) -> T:
+        """``attempt``, which gets the seconds that it may take, again while it raises Unavailable and
+        ``timeout_s`` lasts.
+
+        Nothing is tried while disconnected: of what lies in the buffer we would not learn the fate.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
-            if not self.session.connected:
-                await self.session.wait_connected(deadline - time.monotonic())
             left = deadline - time.monotonic()
             try:
-                return await self.session.ask(subject, payload, max(0.01, min(left, TRY_TIMEOUT_S)))
+                if not self.session.connected and not await self.session.wait_connected(left):
+                    raise Unavailable("disconnected")
+                return await attempt(max(0.01, min(left, TRY_TIMEOUT_S)))
             except Unavailable:
                 if deadline - time.monotonic() <= RETRY_WAIT_S:
                     raise
+            if retries is not None:
+                retries.inc()
             await asyncio.sleep(RETRY_WAIT_S)
 
     async def stream_state(self, stream: str) -> tuple[int, int]:
         """When ``stream`` was made, in Unix ns, and its last sequence: shows a stream that was made anew."""
         info = await self.api(f"STREAM.INFO.{stream}")
         return rfc3339_ns(info["created"]), int(info["state"]["last_seq"])
+
+
+async def remake_consumer(
+    kind: str, stream: str, consumer: str, reason: str, make: Callable[[], Awaitable[None]]
+) -> None:
+    """``make`` a lost consumer again, repeated while the bus refuses: its stream may be away for long."""
+    types.RESUMES.labels(kind).inc()
+    log.info("bus_consumer_lost", kind=kind, stream=stream, consumer=consumer, reason=reason)
+    refused = ""
+    while True:
+        try:
+            return await make()
+        except BusError as error:
+            if not refused:
+                refused = str(error)
+                log.warning("bus_consumer_waits", kind=kind, stream=stream, consumer=consumer, error=refused)
+        await asyncio.sleep(CONSUMER_RETRY_S)
+
+
+def _headers(raw: bytes) -> dict[str, str]:
+    """Headers as the server keeps them: a line with the version, then ``Name: value`` each."""
+    lines = (line.partition(":") for line in raw.decode("utf-8", "replace").split("\r\n")[1:])
+    return {name.strip(): value.strip() for name, colon, value in lines if colon}
 
 
 def rfc3339_ns(text: str) -> int:

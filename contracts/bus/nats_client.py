@@ -1,8 +1,8 @@
 """nats-py's client, made fit: the only file that imports nats, and the only one that knows its private parts.
 
 A socket of a failed try is not leaked, messages are built as ours, a connection whose tasks died or hang is
-revived, and the library's errors become ours. What of the library is used here without being public is listed
-in ``PRIVATE``; pyproject bounds the version, and a test says in words what a new version has changed.
+revived, and the library's errors become ours. pyproject bounds the library's version, and
+tests/bus/test_nats_client.py says in words which private part a new version has changed.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 
 from contracts.bus import types
-from contracts.bus.types import BusError, Incoming, NoResponder, Sender, TooLarge, Unavailable
+from contracts.bus.types import BusError, Incoming, Sender, TooLarge, Unavailable
 
 # The library imports aiohttp, which it wants for websockets only: 0.2 s less in every process (measured).
 _absent = "aiohttp" not in sys.modules
@@ -60,12 +60,6 @@ class Client(LibraryClient):
         if writer is not None:
             writer.transport.abort()
 
-    def fail_requests(self) -> None:
-        """End all waiting requests as timed out: after a disconnect their answers cannot come any more."""
-        for waiting in tuple(self._resp_map.values()):
-            if not waiting.done():
-                waiting.set_exception(nats.errors.TimeoutError())
-
     async def watch(self, is_up: Callable[[], bool], is_closing: Callable[[], bool]) -> None:
         """Revive a connection whose tasks died or hang, until it is closed: it would stay "connected" and deaf
         for minutes, or for ever.
@@ -102,11 +96,6 @@ class Client(LibraryClient):
         await self.force_reconnect()
 
 
-def parse_headers(raw: bytes) -> dict[str, str]:
-    """Headers of a stored message as the server hands them out, version line and all."""
-    return LibraryClient._parse_header_lines(raw.partition(b"\r\n")[2])
-
-
 def denied_subject(error: Exception) -> str | None:
     """The subscription that the server refused, as it names it: in lower case. None: another error."""
     found = _DENIED.search(str(error))
@@ -118,10 +107,6 @@ def translated(error: Exception, subject: str, size: int, max_payload: int) -> B
     match error:
         case nats.errors.MaxPayloadError():
             return TooLarge(f"{size} bytes; the server takes {max_payload}")
-        case nats.errors.NoRespondersError():
-            return NoResponder(f"nobody listens on {subject}")
-        case nats.errors.TimeoutError():
-            return Unavailable(f"no answer from {subject} in time")
         case nats.errors.OutboundBufferLimitError():
             return Unavailable("disconnected, and the buffer for the reconnect is full")
         case nats.errors.ConnectionClosedError() | nats.errors.ConnectionDrainingError():

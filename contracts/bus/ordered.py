@@ -1,27 +1,22 @@
 """Reading a stream live without loss or repetition: an ordered consumer, made anew after any trouble."""
 
 import asyncio
+import contextlib
 import datetime
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Self
 
-import structlog
-
-from contracts.bus import types
 from contracts.bus.handlers import in_order, stop
-from contracts.bus.jetstream import JetStream
+from contracts.bus.jetstream import JetStream, remake_consumer
 from contracts.bus.session import Subscription
 from contracts.bus.types import BusError, Handler, Incoming, Unavailable
-
-log = structlog.get_logger(__name__)
 
 HEARTBEAT_S = 0.5
 """Of an idle consumer: a watch with .5 s resumed .7 s after a server restart, the library's 5 s took 19.7 s
 (measured)."""
 SILENCE_S = 3 * HEARTBEAT_S
 """Neither message nor heartbeat for this long: the consumer is gone."""
-RETRY_WAIT_S = 0.25
 INACTIVE_S = 10.0
 """When the server drops a consumer whose reader vanished without deleting it."""
 
@@ -90,7 +85,7 @@ class OrderedConsumer:
             await stop(self._task)
         await self._drop()
         if self._consumer and self._session.connected:
-            await delete_consumer(self._jetstream, self._stream, self._consumer)
+            await self._delete(self._consumer)
 
     def reconnected(self) -> None:
         """After a reconnect the consumer may be gone, or have sent into the void."""
@@ -101,6 +96,7 @@ class OrderedConsumer:
         self._wake.set()
 
     async def _open(self) -> None:
+        await self._drop()
         created_ns, last_seq = await self._jetstream.stream_state(self._stream)
         if set_back := self._position is not None and created_ns != self._created_ns:
             self._position = 0  # the stream was made anew
@@ -131,7 +127,7 @@ class OrderedConsumer:
             "mem_storage": True,
             **self._start_at(),
         }
-        info = await create_consumer(self._jetstream, self._stream, config)
+        info = await self._jetstream.create_consumer(self._stream, config)
         self._consumer_seq = 0
         self._created_ns = created_ns
         if self._position is None:
@@ -166,30 +162,19 @@ class OrderedConsumer:
                         await self._wake.wait()
                 except TimeoutError:
                     self._break("no heartbeat")
-            log.info("bus_ordered_resumes", stream=self._stream, reason=self._broken)
-            types.RESUMES.labels("ordered").inc()
-            await self._reopen()
-
-    async def _reopen(self) -> None:
-        logged = False
-        await self._drop()
-        if self._session.connected:  # unsubscribing alone leaves the consumer on the server
-            self._session.spawn(delete_consumer(self._jetstream, self._stream, self._consumer))
-        while True:
-            try:
-                await self._open()
-                return
-            except BusError as error:
-                if not logged:  # the stream may be away for long
-                    log.warning("bus_ordered_waits", stream=self._stream, error=str(error))
-                    logged = True
-            await self._drop()
-            await asyncio.sleep(RETRY_WAIT_S)
+            if self._session.connected:  # unsubscribing alone leaves the consumer on the server
+                self._session.spawn(self._delete(self._consumer))
+            await remake_consumer("ordered", self._stream, self._consumer, self._broken, self._open)
 
     async def _drop(self) -> None:
         if self._inbox is not None:
             await self._inbox.close()
             self._inbox = None
+
+    async def _delete(self, consumer: str) -> None:
+        """A consumer that is gone or does not answer is left to the server's inactivity limit."""
+        with contextlib.suppress(BusError):
+            await self._jetstream.delete_consumer(self._stream, consumer, timeout_s=1.0)
 
     async def _take(self, message: Incoming) -> None:
         if not message.reply.startswith("$JS.ACK."):
@@ -225,17 +210,3 @@ class OrderedConsumer:
     def _caught_up(self) -> None:
         self._current = True
         self._on_current()
-
-
-async def create_consumer(jetstream: JetStream, stream: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Create or update the consumer ``config["name"]``; its info."""
-    call = f"CONSUMER.CREATE.{stream}.{config['name']}.{config['filter_subject']}"
-    return await jetstream.api(call, {"stream_name": stream, "config": config})
-
-
-async def delete_consumer(jetstream: JetStream, stream: str, consumer: str) -> None:
-    """Delete a consumer; one that is gone or does not answer is left to the server's inactivity limit."""
-    try:
-        await jetstream.api(f"CONSUMER.DELETE.{stream}.{consumer}", timeout_s=1.0)
-    except BusError:
-        pass

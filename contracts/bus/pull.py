@@ -1,4 +1,8 @@
-"""Taking work from a durable consumer, never more than there is room for."""
+"""Taking work from a durable consumer, never more than there is room for.
+
+Pulls by raw requests, because the library's fetch hides errors, hangs over a restart and leaves stale pulls
+behind. What to do with a message, and its acknowledgement, is the handler's part.
+"""
 
 import asyncio
 import hashlib
@@ -10,12 +14,10 @@ from typing import Any, Self
 import msgspec
 import structlog
 
-from contracts.bus import types
 from contracts.bus.handlers import contain, in_order, stop
-from contracts.bus.jetstream import NO_STREAM, JetStream
-from contracts.bus.ordered import create_consumer
+from contracts.bus.jetstream import CONSUMER_RETRY_S, JetStream, remake_consumer
 from contracts.bus.session import Subscription
-from contracts.bus.types import BusError, Handler, Incoming, NotFound
+from contracts.bus.types import BusError, Handler, Incoming
 
 log = structlog.get_logger(__name__)
 
@@ -23,7 +25,6 @@ PULL_EXPIRES_S = 2.0
 """Life of one pull request: what a lost one costs (a restarted server forgets waiting pulls)."""
 EXPIRY_GRACE_S = 1.0
 """How long after its expiry the server's word about a pull request is awaited before it counts as gone."""
-RETRY_WAIT_S = 0.25
 PULL_BATCH_MAX = 1024
 PULLS_WAITING_MAX = 4096
 """Pull requests the server keeps for one consumer (its default, 512, is less than the slots of a big pool).
@@ -31,8 +32,6 @@ PULLS_WAITING_MAX = 4096
 HANDLER_CLOSE_S = 5.0
 CONSUMER_NAME_BYTES_MAX = 200
 """The server takes 255; longer names are cut and completed by a hash."""
-
-
 _CONSUMER_GONE = ("Consumer Deleted", "Consumer is push based", "Leadership Change", "Server Shutdown")
 
 
@@ -40,13 +39,10 @@ class PullConsumer:
     """Takes messages as ``credit()`` allows and hands each to ``handler``, which sees to its ``ack``.
 
     What is asked for and what the handler works on counts against ``credit()``, so a handler that takes a
-    message must lower it before it returns. With ``recreate`` the consumer is made again at the start and
-    after every reconnect: all unacknowledged messages come again, and the handler ignores what it knows.
-    ``inactive_s``: the server forgets a consumer that nobody used for so long. A stream that vanishes is waited
-    for.
-
-    Raw requests, because the library's fetch hides errors, hangs over a restart and leaves stale pulls
-    behind. The one inbox stays, so a message that the server has sent is never dropped here.
+    message must lower it before it returns. More is asked for while that is less than half of ``credit()``.
+    With ``recreate`` the consumer is made again at the start and after every reconnect: all unacknowledged
+    messages come again, and the handler ignores what it knows. ``inactive_s``: the server forgets a consumer
+    that nobody used for so long. A stream that vanishes is waited for.
     """
 
     def __init__(
@@ -85,6 +81,7 @@ class PullConsumer:
         if inactive_s is not None:
             self._config["inactive_threshold"] = int(inactive_s * 1e9)
         self._inbox = self._session.new_inbox() + "."
+        """One for all pulls, so a message that the server has sent is never dropped here."""
         self._subscription: Subscription | None = None
         self._asked: dict[str, tuple[int, float]] = {}
         """Pull requests of which some may wait at the server, oldest first: token -> (messages asked for, when to give
@@ -96,17 +93,19 @@ class PullConsumer:
         self._pause_until = 0.0
         self._wake = asyncio.Event()
         self._received: deque[Incoming] = deque()
-        """What was received and has not come back from the handler, the one in its hands first."""
+        """What was received and has not come back from the handler, what it works on first."""
         self._arrived = asyncio.Event()
         self._closed = False
-        self._tasks: list[asyncio.Task[None]] = []
+        self._pulling: asyncio.Task[None] | None = None
+        self._handling: asyncio.Task[None] | None = None
 
     async def start(self) -> Self:
         """Make the consumer; raises NotFound without the stream, or what else the server says."""
-        await self._make_consumer()
+        await self._make()
         self._subscription = await self._session.listen(self._inbox + "*", self._receive)
         self._session.readers.add(self)
-        self._tasks = [self._session.spawn(work, vital=True) for work in (self._run(), self._hand_over())]
+        self._pulling = self._session.spawn(self._pull(), vital=True)
+        self._handling = self._session.spawn(self._hand_over(), vital=True)
         return self
 
     def notify(self) -> None:
@@ -122,11 +121,11 @@ class PullConsumer:
         self._session.readers.discard(self)
         if self._subscription is not None:
             await self._subscription.close()
-        self._wake.set()
-        self._arrived.set()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=HANDLER_CLOSE_S)
-            await stop(*self._tasks)
+        if self._pulling is not None and self._handling is not None:
+            await stop(self._pulling)
+            self._arrived.set()
+            await asyncio.wait([self._handling], timeout=HANDLER_CLOSE_S)
+            await stop(self._handling)
 
     def reconnected(self) -> None:
         """After a reconnect waiting pulls are gone, and what was sent into the cut is lost."""
@@ -136,20 +135,21 @@ class PullConsumer:
         self._broken = self._broken or why
         self._wake.set()
 
-    async def _make_consumer(self) -> None:
+    async def _make(self) -> None:
+        self._broken = ""
+        self._asked.clear()
+        self._asked_total = 0
         if self._recreate:
-            try:
-                await self._jetstream.api(f"CONSUMER.DELETE.{self._stream}.{self._name}")
-            except NotFound as error:
-                if error.err_code == NO_STREAM:
-                    raise
-        await create_consumer(self._jetstream, self._stream, self._config)
+            while len(self._received) > 1:  # what is not worked on yet comes again
+                self._received.pop()
+            await self._jetstream.delete_consumer(self._stream, self._name)
+        await self._jetstream.create_consumer(self._stream, self._config)
 
-    async def _run(self) -> None:
-        while not self._closed:
+    async def _pull(self) -> None:
+        while True:
             self._wake.clear()
             if self._broken:
-                await self._resume()
+                await remake_consumer("pull", self._stream, self._name, self._broken, self._make)
             now = time.monotonic()
             self._expire(now)
             await self._ask(now)
@@ -159,27 +159,6 @@ class PullConsumer:
                     await self._wake.wait()
             except TimeoutError:
                 pass
-
-    async def _resume(self) -> None:
-        logged = False
-        while not self._closed:
-            reason, self._broken = self._broken, ""
-            try:
-                self._asked.clear()
-                self._asked_total = 0
-                if self._recreate:  # what nobody has in hand yet comes again
-                    while len(self._received) > 1:
-                        self._received.pop()
-                await self._make_consumer()
-                types.RESUMES.labels("pull").inc()
-                log.info("bus_pull_resumes", stream=self._stream, consumer=self._name, reason=reason)
-                return
-            except BusError as error:
-                self._broken = reason
-                if not logged:  # the stream may be away for long
-                    log.warning("bus_pull_waits", stream=self._stream, consumer=self._name, error=str(error))
-                    logged = True
-            await asyncio.sleep(RETRY_WAIT_S)
 
     def _expire(self, now: float) -> None:
         """Forget pull requests about which the server's word did not come: they were served, or were lost."""
@@ -195,8 +174,8 @@ class PullConsumer:
             return
         try:
             room = self._credit()
-        except Exception:
-            log.exception("bus_credit_failed", consumer=self._name)
+        except Exception as error:
+            contain(f"credit of {self._name}", error)
             return
         room -= len(self._received)
         missing = room - self._asked_total
@@ -223,16 +202,6 @@ class PullConsumer:
         self._received.append(message)
         self._arrived.set()
 
-    async def _hand_over(self) -> None:
-        while not self._closed:
-            if not self._received:
-                self._arrived.clear()
-                await self._arrived.wait()
-                continue
-            await self._handle(self._received[0])
-            self._received.popleft()
-            self._wake.set()
-
     def _status(self, status: str, message: Incoming) -> None:
         """The server's word on a pull request: it expired, or something is wrong."""
         token = message.subject.rpartition(".")[2]
@@ -246,15 +215,30 @@ class PullConsumer:
             self._break(f"{status} {description}".strip())
         elif status not in ("404", "408"):
             log.warning("bus_pull_refused", stream=self._stream, consumer=self._name, reason=description)
-            self._pause_until = time.monotonic() + RETRY_WAIT_S
+            self._pause_until = time.monotonic() + CONSUMER_RETRY_S
         self._wake.set()
 
+    async def _hand_over(self) -> None:
+        while not self._closed:
+            if not self._received:
+                self._arrived.clear()
+                await self._arrived.wait()
+                continue
+            for _ in range(await self._handle_some()):
+                self._received.popleft()
+            self._wake.set()
 
-class BatchConsumer:
+    async def _handle_some(self) -> int:
+        """Hand over what was received first; how many messages that were."""
+        await self._handle(self._received[0])
+        return 1
+
+
+class BatchConsumer(PullConsumer):
     """Hands over up to ``batch`` messages, gathered for at most ``max_wait_s`` from the first one on.
 
-    One batch at a time; the handler acknowledges. ``ack_wait_s`` must exceed two calls of the handler, else
-    messages come again while they wait.
+    One batch at a time, and no more is asked for meanwhile; the handler acknowledges. ``ack_wait_s`` must exceed
+    two calls of the handler, else messages come again while they wait.
     """
 
     def __init__(
@@ -269,77 +253,42 @@ class BatchConsumer:
         max_wait_s: float,
         ack_wait_s: float,
     ) -> None:
-        self._session = jetstream.session
-        self._handler = handler
-        self._batch = batch
-        self._max_wait_s = max_wait_s
-        self._gathered: list[Incoming] = []
-        self._arrived = asyncio.Event()
-        self._busy = False
-        self._closed = False
-        self._task: asyncio.Task[None] | None = None
-        self._pull = PullConsumer(
+        super().__init__(
             jetstream,
             stream,
             durable,
             subject_filter,
-            self._gather,
+            lambda message: None,
             ack_wait_s=ack_wait_s,
-            credit=lambda: 0 if self._busy else self._batch - len(self._gathered),
-            max_ack_pending=max(1000, 4 * self._batch),
+            credit=lambda: 0 if self._busy else batch,
+            max_ack_pending=max(1000, 4 * batch),
         )
+        self._handle_batch = handler
+        self._batch = batch
+        self._max_wait_s = max_wait_s
+        self._busy = False
 
-    async def start(self) -> Self:
-        """Make the consumer; raises NotFound without the stream, or what else the server says."""
-        await self._pull.start()
-        self._session.readers.add(self)
-        self._task = self._session.spawn(self._run(), vital=True)
-        return self
+    async def _handle_some(self) -> int:
+        await self._gather()
+        self._busy = True
+        batch = list(self._received)
+        try:
+            await self._handle_batch(batch)
+        except Exception as error:
+            contain(f"batch of {len(batch)}", error)
+            await asyncio.sleep(CONSUMER_RETRY_S)
+        finally:
+            self._busy = False
+        return len(batch)
 
-    def reconnected(self) -> None:
-        """Nothing of its own to do: the pull consumer is told too."""
-
-    async def close(self) -> None:
-        """Let a batch in the handler's hands end, within a time limit; what was gathered comes again."""
-        self._closed = True
-        self._session.readers.discard(self)
-        await self._pull.close()
-        self._arrived.set()
-        if self._task is not None:
-            await asyncio.wait([self._task], timeout=HANDLER_CLOSE_S)
-            await stop(self._task)
-
-    def _gather(self, message: Incoming) -> None:
-        self._gathered.append(message)
-        self._arrived.set()
-
-    async def _run(self) -> None:
-        while not self._closed:
-            if not self._gathered:
-                self._arrived.clear()
-                await self._arrived.wait()
-                continue
-            await self._fill()
-            self._busy = True
-            batch, self._gathered = self._gathered, []
-            try:
-                await self._handler(batch)
-            except Exception as error:
-                contain(f"batch of {len(batch)}", error)
-                await asyncio.sleep(RETRY_WAIT_S)
-            finally:
-                self._busy = False
-            self._pull.notify()
-
-    async def _fill(self) -> None:
-        deadline = time.monotonic() + self._max_wait_s
-        while len(self._gathered) < self._batch and not self._closed:
-            self._arrived.clear()
-            try:
-                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+    async def _gather(self) -> None:
+        try:
+            async with asyncio.timeout(self._max_wait_s):
+                while len(self._received) < self._batch and not self._closed:
+                    self._arrived.clear()
                     await self._arrived.wait()
-            except TimeoutError:
-                return
+        except TimeoutError:
+            pass
 
 
 def consumer_name(durable: str) -> str:

@@ -7,6 +7,7 @@ Streams, buckets and consumers are built upon this by other modules.
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import Coroutine, Mapping
 from typing import Any, Protocol, Self
@@ -17,7 +18,7 @@ from contracts import subjects
 from contracts.bus import nats_client, types
 from contracts.bus.handlers import Deliver, at_once, in_order, stop, within
 from contracts.bus.nats_client import Client, LibraryError
-from contracts.bus.types import BusError, Handler, Incoming, TooLarge, Unavailable
+from contracts.bus.types import BusError, Handler, Incoming, NoResponder, TooLarge, Unavailable
 
 log = structlog.get_logger(__name__)
 
@@ -93,9 +94,10 @@ class Session:
         self._up = asyncio.Event()
         self._subscriptions: dict[Any, Subscription] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._echoes: dict[str, asyncio.Future[None]] = {}
-        self._echo_prefix = ""
-        self._echo_count = 0
+        self._inbox = ""
+        """Answers arrive on one token after it."""
+        self._expected: dict[str, tuple[asyncio.Future[Incoming | None], asyncio.TimerHandle]] = {}
+        """By that token."""
         self._denied: set[str] = set()
         """Subscriptions that the server refused, as it names them: in lower case."""
         self._publish = self._client.publish
@@ -127,8 +129,8 @@ class Session:
                     inbox_prefix=types.INBOX + (inbox or subjects.encode(name)),
                 )
                 self._up.set()
-                self._echo_prefix = client.new_inbox() + "."
-                await client.subscribe(self._echo_prefix + "*", cb=self._on_echo)
+                self._inbox = client.new_inbox() + "."
+                await client.subscribe(self._inbox + "*", cb=self._on_answer)
                 await self.barrier()
         except (TimeoutError, OSError, LibraryError) as error:
             self._closing = True
@@ -180,12 +182,41 @@ class Session:
         self, subject: str, data: bytes, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> Incoming:
         """``request`` with headers, and the answer with its own."""
-        if headers is not None or len(subject) > SUBJECT_BYTES_MAX:
-            self._check_size(subject, data, headers)
-        try:
-            return await self._client.request(subject, data, timeout=timeout_s, headers=headers)
-        except LibraryError as error:
-            raise nats_client.translated(error, subject, len(data), self.max_payload) from error
+        reply, coming = self._expect(timeout_s)
+        await self.publish(subject, data, headers=headers, reply=reply)
+        answer = await coming
+        if answer is None:
+            raise Unavailable(f"no answer from {subject} in time")
+        if answer.headers.get("Status") == "503":
+            raise NoResponder(f"nobody listens on {subject}")
+        return answer
+
+    def _expect(self, timeout_s: float) -> tuple[str, "asyncio.Future[Incoming | None]"]:
+        """A new reply subject, and the message to come on it: None after ``timeout_s`` or a disconnect.
+
+        Not the library's requests: those would wait for answers that a lost connection cannot bring, and cost
+        more. A responder must not be able to guess the next reply subject.
+        """
+        loop = asyncio.get_running_loop()
+        token = secrets.token_hex(8)
+        coming: asyncio.Future[Incoming | None] = loop.create_future()
+        self._expected[token] = coming, loop.call_later(timeout_s, self._settle, token, None)
+        return self._inbox + token, coming
+
+    def _settle(self, token: str, answer: Incoming | None) -> None:
+        if (expected := self._expected.pop(token, None)) is None:
+            return  # late, or a second answer
+        coming, timer = expected
+        timer.cancel()
+        if not coming.done():
+            coming.set_result(answer)
+
+    async def _on_answer(self, message: Incoming) -> None:
+        self._settle(message.subject[len(self._inbox) :], message)
+
+    def _give_up_answers(self) -> None:
+        for token in tuple(self._expected):
+            self._settle(token, None)
 
     def _check_size(self, subject: str, data: bytes, headers: Mapping[str, str] | None) -> None:
         """The client checks the payload only; the server counts headers too, and closes for good."""
@@ -258,25 +289,15 @@ class Session:
         The library's flush lets its PING overtake what is still buffered, and a PONG after its time-out kills
         the read loop; a message keeps its place in line and may be late. Raises Unavailable.
         """
-        self._echo_count += 1
-        token = str(self._echo_count)
-        echo = self._echoes[token] = asyncio.get_running_loop().create_future()
-        try:
-            async with asyncio.timeout(SUBSCRIBE_TIMEOUT_S):
-                while not echo.done():
-                    await self.publish(self._echo_prefix + token, b"")
-                    await asyncio.wait([echo], timeout=1.0)  # lost in a reconnect: ask again
-                    if self._echo_prefix.lower() + "*" in self._denied:
-                        raise Unavailable("this user may not read its inbox")
-        except TimeoutError as error:
-            raise Unavailable("the server does not answer") from error
-        finally:
-            del self._echoes[token]
-
-    async def _on_echo(self, message: Incoming) -> None:
-        echo = self._echoes.get(message.subject.rpartition(".")[2])
-        if echo is not None and not echo.done():
-            echo.set_result(None)
+        deadline = time.monotonic() + SUBSCRIBE_TIMEOUT_S
+        while (left := deadline - time.monotonic()) > 0:
+            if self._inbox.lower() + "*" in self._denied:
+                raise Unavailable("this user may not read its inbox")
+            reply, coming = self._expect(left)
+            await self.publish(reply, b"")
+            if await coming is not None:
+                return  # else it was lost in a reconnect
+        raise Unavailable("the server does not answer")
 
     # Staying alive -----------------------------------------------------------------------------------------
 
@@ -321,12 +342,14 @@ class Session:
             return
         if (denied := nats_client.denied_subject(error)) is not None:
             self._denied.add(denied)
+            if denied == self._inbox.lower() + "*":
+                self._give_up_answers()
         level = log.warning if self._client.is_connected else log.debug
         level("bus_error", error=repr(error))
 
     async def _on_disconnected(self) -> None:
         self._up.clear()
-        self._client.fail_requests()
+        self._give_up_answers()
         if not self._closing:
             log.warning("bus_disconnected", error=repr(self._client.last_error))
 
