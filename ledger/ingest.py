@@ -240,7 +240,7 @@ class Ledger:
         while True:
             await asyncio.sleep(PURGE_S)
             try:
-                metrics.PURGED.inc(await retention.purge(self._bus, DURABLE, time.time()))
+                await retention.purge(self._bus, DURABLE, time.time())
             except BusError as error:
                 log.warning("attempts_not_purged", error=str(error))
 

@@ -5,7 +5,7 @@ there is leave to know that tenant's usage; ``usage.v1.all.<query>`` and ``usage
 """
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +15,7 @@ from contracts import clock, instants, subjects
 from contracts.bus import Incoming
 from contracts.messages.base import Codec
 from contracts.messages.usage import (
+    USAGE_FIGURES,
     ExplainAnswer,
     ExplainQuery,
     InvoiceAnswer,
@@ -29,14 +30,10 @@ from contracts.messages.usage import (
 )
 from ledger import metrics, rollups
 from ledger.core import explain, money, queries, rows
-from ledger.core.rollup_plan import Level
 from ledger.prices import Prices
 from ledger.store import Store, StoreError
 
 log = structlog.get_logger(__name__)
-
-LATE_MS = rows.LATE_MS
-"""How long after a month an event may still come: as long as ATTEMPTS keeps it."""
 
 _usage_queries: Codec[UsageQuery] = Codec(UsageQuery)
 _latency_queries: Codec[LatencyQuery] = Codec(LatencyQuery)
@@ -45,7 +42,7 @@ _explain_queries: Codec[ExplainQuery] = Codec(ExplainQuery)
 _encode = msgspec.json.Encoder().encode
 
 AnyAnswer = UsageAnswer | LatencyAnswer | InvoiceAnswer | ExplainAnswer
-Paged = TypeVar("Paged", UsageAnswer, LatencyAnswer)
+Q = TypeVar("Q", UsageQuery, LatencyQuery, InvoiceQuery)
 
 
 class QueryApi:
@@ -58,59 +55,57 @@ class QueryApi:
         self._store = store
         self._prices = prices
         self._bytes_max = bytes_max
-        self._queries: dict[str, Callable[[bytes, str | None], Awaitable[AnyAnswer]]] = {
-            "usage": self._usage,
-            "latency": self._latency,
-            "invoice": self._invoice,
-            "explain": self._explain,
-        }
 
     async def answer(self, message: Incoming) -> None:
         """Respond to one message under ``usage.v1.``."""
         started = time.monotonic()
-        await message.respond(self._fitting(await self._answer(message)))
+        answer = await self._answer(message)
+        if isinstance(answer, UsageAnswer | LatencyAnswer):
+            await message.respond(fitting(answer, self._bytes_max))
+        else:
+            await message.respond(_encode(answer))
         metrics.QUERY_SECONDS.observe(time.monotonic() - started)
 
     async def _answer(self, message: Incoming) -> AnyAnswer:
         try:
             tenant, name = subjects.scope_of_usage(message.subject)
-            if (query := self._queries.get(name)) is None:
-                return UsageAnswer(error=f"there is no query {name!r}", code="invalid_request")
-            return await query(message.data, tenant)
+            return await self._query(name, message.data, tenant)
         except (msgspec.MsgspecError, subjects.InvalidName, queries.BadQuery) as error:
             return UsageAnswer(error=str(error), code="invalid_request")
         except StoreError as error:
             log.warning("query_not_answered", error=str(error))
             return UsageAnswer(error="the ledger's database does not answer", code="unavailable")
 
-    # Each query -----------------------------------------------------------------------------------------
-
-    async def _usage(self, data: bytes, tenant: str | None) -> UsageAnswer:
-        query = _usage_queries.decode(data)
-        return await self.usage(msgspec.structs.replace(query, tenant=tenant) if tenant is not None else query)
+    async def _query(self, name: str, data: bytes, tenant: str | None) -> AnyAnswer:
+        """``tenant``: of whom the subject lets ask; None: of all."""
+        match name:
+            case "usage":
+                return await self.usage(_of(_usage_queries.decode(data), tenant))
+            case "latency":
+                return await self.latency(_of(_latency_queries.decode(data), tenant))
+            case "invoice":
+                query = _of(_invoice_queries.decode(data), tenant)
+                return await self.invoice(query.tenant, query.month)
+            case "explain":
+                return await self.explain(_explain_queries.decode(data).request_id, tenant)
+        raise queries.BadQuery(f"there is no query {name!r}")
 
     async def usage(self, query: UsageQuery) -> UsageAnswer:
         """A page of usage by the dimensions asked for."""
         queries.check_usage(query)
-        levels: Sequence[Level] = ("hour",) if "hour" in query.by else ("hour", "day")
-        plan = await rollups.plan(self._store, query.from_at_ms, query.to_at_ms, levels)
+        plan = await rollups.plan(self._store, query.from_at_ms, query.to_at_ms, queries.levels(query.by))
         found = await self._store.select(queries.usage(query, plan))
-        columns = (*query.by, *queries.FIGURES)
+        columns = (*query.by, *USAGE_FIGURES)
         answered = []
         for values in found[: query.limit]:
             fields: dict[str, Any] = dict(zip(columns, values, strict=True))
-            answered.append(UsageRow(amount=money.decimal(fields.pop("amount_pico")), **fields))
+            answered.append(UsageRow(**fields | {"amount": money.decimal(fields["amount"])}))
         return UsageAnswer(rows=answered, has_more=len(found) > query.limit, currency=self._prices.currency)
-
-    async def _latency(self, data: bytes, tenant: str | None) -> LatencyAnswer:
-        query = _latency_queries.decode(data)
-        return await self.latency(msgspec.structs.replace(query, tenant=tenant) if tenant is not None else query)
 
     async def latency(self, query: LatencyQuery) -> LatencyAnswer:
         """A page of latencies by the dimensions asked for."""
         queries.check_latency(query)
-        levels: Sequence[Level] = ("hour",) if "hour" in query.by else ("hour", "day")
-        plan = await rollups.plan(self._store, query.from_at_ms, query.to_at_ms, levels)
+        plan = await rollups.plan(self._store, query.from_at_ms, query.to_at_ms, queries.levels(query.by))
         found = await self._store.select(queries.latency(query, plan))
         answered = []
         for values in found[: query.limit]:
@@ -121,10 +116,6 @@ class QueryApi:
             answered.append(LatencyRow(**fields))
         return LatencyAnswer(rows=answered, has_more=len(found) > query.limit)
 
-    async def _invoice(self, data: bytes, tenant: str | None) -> InvoiceAnswer:
-        query = _invoice_queries.decode(data)
-        return await self.invoice(tenant if tenant is not None else query.tenant, query.month)
-
     async def invoice(self, tenant: str, month: str) -> InvoiceAnswer:
         """A tenant's invoice of a UTC month (``2026-11``), closed or not."""
         subjects.encode(tenant)
@@ -134,11 +125,8 @@ class QueryApi:
             raise queries.BadQuery(str(error)) from error
         plan = await rollups.plan(self._store, from_ms, to_ms)
         found = await self._store.select(queries.invoice(plan, tenant))
-        closed = clock.now_ms() >= to_ms + LATE_MS
+        closed = clock.now_ms() >= to_ms + rows.LATE_MS  # no event of the month can still come
         return InvoiceAnswer(invoice=money.invoice(tenant, month, found, closed=closed, currency=self._prices.currency))
-
-    async def _explain(self, data: bytes, tenant: str | None) -> ExplainAnswer:
-        return await self.explain(_explain_queries.decode(data).request_id, tenant)
 
     async def explain(self, request_id: str, tenant: str | None) -> ExplainAnswer:
         """What became of a request; another tenant's is as one that does not exist. ``tenant`` None: for operators."""
@@ -161,15 +149,12 @@ class QueryApi:
             currency=currency,
         )
 
-    def _fitting(self, answer: AnyAnswer) -> bytes:
-        if isinstance(answer, UsageAnswer):
-            return fitting(answer, self._bytes_max)
-        if isinstance(answer, LatencyAnswer):
-            return fitting(answer, self._bytes_max)
-        return _encode(answer)
+
+def _of(query: Q, tenant: str | None) -> Q:
+    return query if tenant is None else msgspec.structs.replace(query, tenant=tenant)
 
 
-def fitting(answer: Paged, bytes_max: int) -> bytes:
+def fitting(answer: UsageAnswer | LatencyAnswer, bytes_max: int) -> bytes:
     """The answer as a message of at most ``bytes_max``; rows that do not fit are left to the next page."""
     data = _encode(answer)
     while len(data) > bytes_max and answer.rows:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from contracts.bus import Bus, NotFound
 from contracts.topology import ATTEMPTS
+from ledger import metrics
 
 KEEP_S = 2 * 3600
 """Longer than any worker or scheduler may sleep and still have its event refused as the second one."""
@@ -33,4 +34,5 @@ async def purge(bus: Bus, durable: str, now_s: float) -> int:
     if keep_from <= first_seq:
         return 0
     answer = await bus.jetstream.api(f"STREAM.PURGE.{ATTEMPTS}", {"seq": keep_from})
+    metrics.PURGED.inc(int(answer["purged"]))
     return int(answer["purged"])

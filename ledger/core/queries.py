@@ -5,9 +5,9 @@ every answer is right before any merge. Values of others are parameters; numbers
 """
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
-from contracts.messages.usage import LatencyDimension, LatencyQuery, UsageDimension, UsageQuery
+from contracts.messages.usage import LatencyDimension, LatencyQuery, LatencyRow, UsageDimension, UsageQuery
 from ledger.core.rollup_plan import DAY_S, HOUR_S, Level, Piece, Plan
 
 ROWS_MAX = 10_000
@@ -25,7 +25,12 @@ SETTINGS = {
 }
 """Of every reader. Partitions may be read apart, because copies of one event share a partition."""
 
-KEYS = ("tenant", "key_id", "model", "version", "endpoint", "priority", "outcome")
+_COLUMN: dict[str, str] = {name: name for name in get_args(UsageDimension)} | {
+    "key": "key_id",
+    "day": "toDate(start, 'UTC')",
+    "hour": "start",
+}
+KEYS = tuple(column for name, column in _COLUMN.items() if name not in ("day", "hour"))
 """Columns of ``attempts`` that usage is kept by."""
 SUMS = (
     "requests",
@@ -36,35 +41,14 @@ SUMS = (
     "reasoning_tokens",
     "unbilled_tokens",
 )
-FIGURES = (
-    "requests",
-    "prompt_tokens",
-    "cached_tokens",
-    "completion_tokens",
-    "reasoning_tokens",
-    "attempts",
-    "unbilled_tokens",
-    "amount_pico",
-    "unpriced_tokens",
-)
-"""Columns of an answer about usage, after its dimensions."""
+"""Columns of the tables of usage after KEYS, in the tables' order."""
 
-LATENCY_KEYS = ("tenant", "model", "version", "priority")
-SPANS = ("queue_wait", "first_token", "inter_token", "end_to_end")
+LATENCY_KEYS = tuple(name for name in get_args(LatencyDimension) if name not in ("day", "hour"))
+"""Columns of the tables of latencies before SPANS."""
+SPANS = tuple(name.removesuffix("_ms") for name in LatencyRow.__struct_fields__ if name.endswith("_ms"))
 _LEVELS = "(0.02, 0.5, 0.9, 0.95, 0.99)"
 """Relative error, then the quantiles; the columns' type says the same."""
 
-_COLUMN: dict[UsageDimension, str] = {
-    "tenant": "tenant",
-    "key": "key_id",
-    "model": "model",
-    "version": "version",
-    "endpoint": "endpoint",
-    "priority": "priority",
-    "outcome": "outcome",
-    "day": "toDate(start, 'UTC')",
-    "hour": "start",
-}
 _SHOWN = {"day": "toString({})", "hour": "formatDateTime({}, '%Y-%m-%dT%H:00:00Z', 'UTC')"}
 """Days read ``2026-11-29`` and hours ``2026-11-29T18:00:00Z``, in UTC whatever the server's time zone."""
 
@@ -184,7 +168,8 @@ def usage_source(plan: Plan, condition: str = "1") -> str:
 def usage(query: UsageQuery, plan: Plan) -> Query:
     """Usage by ``query.by``; one row more than the limit, if there is one, says that there is more.
 
-    Columns: the dimensions asked for, in their order, then FIGURES. Raises BadQuery.
+    Columns: the dimensions asked for, in their order, then USAGE_FIGURES, the amount in picounits. Raises
+    BadQuery.
     """
     check_usage(query)
     parameters: dict[str, object] = {"limit": query.limit + 1, "offset": query.offset}
@@ -231,6 +216,11 @@ def _priced(source: str, by: Sequence[UsageDimension]) -> str:
         " ASOF LEFT JOIN (SELECT * FROM prices FINAL) AS p"
         " ON u.of_model = p.model AND u.tier = p.tier AND u.of_day >= p.valid_from"
     )
+
+
+def levels(by: Sequence[str]) -> Sequence[Level]:
+    """The sums that can answer a query by these dimensions."""
+    return ("hour",) if "hour" in by else ("hour", "day")
 
 
 def check_usage(query: UsageQuery) -> None:

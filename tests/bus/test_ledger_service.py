@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import prometheus_client
 import pytest
 
 from contracts import ids, subjects, topology
@@ -229,9 +230,29 @@ async def test_events_become_usage_and_budgets(bus: Bus, ledger: Ledger) -> None
     await until(budgets_are_right, "budgets")
 
 
-async def test_bad_questions_are_answered_with_the_reason(bus: Bus, ledger: Ledger) -> None:
-    for question in (b"nope", b"{}", b'{"from_at_ms":5,"to_at_ms":5,"by":[]}', b'{"from_at_ms":"x"}'):
-        answer = msgspec.json.decode(await bus.request(subjects.USAGE, question), type=UsageAnswer)
+async def test_a_ledger_measures_what_it_inserts_and_answers(bus: Bus, ledger: Ledger) -> None:
+    """Rows count repetitions, too, so there may be more than events."""
+    asked = await ledger.metric("headrace_ledger_query_seconds_count")
+    await store(bus, [event() for _ in range(30)])
+    await arrived(bus, 30)
+    assert await ledger.metric("headrace_ledger_query_seconds_count") > asked
+    assert await ledger.metric("headrace_ledger_rows_total") >= 30
+    batches = await ledger.metric("headrace_ledger_batches_total")
+    assert batches == await ledger.metric("headrace_ledger_insert_seconds_count") >= 1
+    assert 0 < await ledger.metric("headrace_ledger_insert_seconds_sum") < WAIT_S
+    assert 0 < await ledger.metric("headrace_ledger_delay_seconds") < WAIT_S
+    assert await ledger.metric("headrace_ledger_connected") == 1
+    assert await ledger.metric("headrace_ledger_failures_total") == 0
+
+    async def nothing_waits() -> bool:
+        return await ledger.metric("headrace_ledger_pending") == 0
+
+    await until(nothing_waits, "the last batch's end")
+
+
+async def test_bad_queries_are_answered_with_the_reason(bus: Bus, ledger: Ledger) -> None:
+    for query in (b"nope", b"{}", b'{"from_at_ms":5,"to_at_ms":5,"by":[]}', b'{"from_at_ms":"x"}'):
+        answer = msgspec.json.decode(await bus.request(subjects.USAGE, query), type=UsageAnswer)
         assert answer.error
         assert answer.code == "invalid_request"
 
@@ -366,7 +387,8 @@ async def test_while_clickhouse_is_away_events_wait_and_the_ledger_lives(
 
 
 async def is_away(ledger: Ledger) -> bool:
-    return await ledger.metric("headrace_ledger_failures_total") > 0 and not await ledger.ready()
+    failed = await ledger.metric("headrace_ledger_failures_total") > 0 and not await ledger.ready()
+    return failed and await ledger.metric("headrace_ledger_connected") == 0
 
 
 async def any_is_away(ledgers: list[Ledger]) -> bool:
@@ -378,10 +400,12 @@ async def test_what_is_stored_and_old_is_purged_and_nothing_else(bus: Bus, ledge
     await arrived(bus, 20)
     assert ledger.send(signal.SIGTERM) == 0
     await store(bus, [event() for _ in range(5)])  # old as well below, but not in the ledger
+    purged = prometheus_client.REGISTRY.get_sample_value("headrace_ledger_purged_total") or 0
     assert await retention.purge(bus, "ledger", time.time()) == 0
     assert await retention.purge(bus, "ledger", time.time() + 2 * retention.KEEP_S) == 20
     assert await retention.purge(bus, "ledger", time.time() + 2 * retention.KEEP_S) == 0
     assert (await bus.jetstream.api(f"STREAM.INFO.{topology.ATTEMPTS}"))["state"]["messages"] == 5
+    assert prometheus_client.REGISTRY.get_sample_value("headrace_ledger_purged_total") == purged + 20
 
 
 async def answer(bus: Bus, subject: str, query: Message, kind: type[A]) -> A:
