@@ -4,23 +4,26 @@ from contracts.service.config import ServiceConfig
 
 
 class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
+    """``HEADRACE_<NAME>`` sets a field; spans are seconds."""
+
     lost_after_s: float = 3.0
-    """Silence after which a worker or stream owner is lost (DESIGN.md section 7)."""
+    """Silence after which a worker or stream owner is lost."""
     lease_ttl_s: int = 2
     """How long a model stays without owner when its owner dies; whole seconds, the bus knows no finer ones."""
     lease_renew_s: float = 0.5
     """A quarter of the lease, so that three renewals may fail."""
-    tick_s: float = 0.5
-    """Period of our own ticks, the same as that of heartbeats."""
+    heartbeat_s: float = 0.5
+    """Period of the loopback heartbeats, the same as that of workers and stream owners."""
     body_cache_bytes: int = 64 * 1024 * 1024
     """Bodies of queued requests kept in memory, per model; the others are read again at dispatch."""
 
     def problems(self) -> list[str]:
+        """What is wrong between values, a line each."""
         wrong = []
         if self.lease_ttl_s < 1:
             wrong.append("HEADRACE_LEASE_TTL_S must be 1 or more")
         if self.lease_renew_s * 2 > self.lease_ttl_s:
             wrong.append("HEADRACE_LEASE_RENEW_S must be at most half of HEADRACE_LEASE_TTL_S")
-        if self.lost_after_s < 2 * self.tick_s:
-            wrong.append("HEADRACE_LOST_AFTER_S must be at least two ticks (HEADRACE_TICK_S)")
+        if self.lost_after_s < 2 * self.heartbeat_s:
+            wrong.append("HEADRACE_LOST_AFTER_S must be at least two heartbeats (HEADRACE_HEARTBEAT_S)")
         return wrong

@@ -7,6 +7,18 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from scheduler.core.core import Core
 
+GAUGES: dict[str, tuple[str, Callable[[Core], float]]] = {
+    "headrace_requests_waiting": ("Requests admitted and not dispatched.", lambda core: core.admission.waiting),
+    "headrace_requests_running": (
+        "Requests dispatched and not settled.",
+        lambda core: len(core.requests) - core.admission.waiting,
+    ),
+    "headrace_reserved_tokens": ("Tokens reserved by open requests.", lambda core: core.admission.reserved_tokens),
+    "headrace_waiting_tokens": ("Tokens reserved by waiting requests.", lambda core: core.admission.waiting_tokens),
+    "headrace_workers": ("Workers that are heard.", lambda core: len(core.pool.workers)),
+}
+"""Name -> (help, figure of one model)."""
+
 
 class Collector:
     """Figures of every model that this process owns; a standby exports none of them."""
@@ -15,6 +27,7 @@ class Collector:
         self._cores = cores
 
     def register(self) -> None:
+        """Show the figures on this process's metrics page."""
         REGISTRY.register(self)
 
     def describe(self) -> list[Metric]:
@@ -22,36 +35,16 @@ class Collector:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        gauges: list[tuple[str, str, Callable[[Core], float]]] = [
-            ("waiting", "Requests admitted and not dispatched.", lambda core: core.admission.waiting),
-            ("running", "Requests dispatched and not ended.", lambda core: len(core.requests) - core.admission.waiting),
-        ]
+        """What Prometheus reads now."""
         cores = self._cores()
-        for name, text, figure in gauges:
-            family = GaugeMetricFamily(f"headrace_requests_{name}", text, labels=["model"])
-            for core in cores:
-                family.add_metric([core.model], figure(core))
-            yield family
-        for name, text, figure in (
-            (
-                "headrace_reserved_tokens",
-                "Tokens reserved by open requests.",
-                lambda core: core.admission.reserved_tokens,
-            ),
-            (
-                "headrace_waiting_tokens",
-                "Tokens reserved by waiting requests.",
-                lambda core: core.admission.waiting_tokens,
-            ),
-            ("headrace_workers", "Workers that are heard.", lambda core: len(core.pool.workers)),
-        ):
+        for name, (text, figure) in GAUGES.items():
             family = GaugeMetricFamily(name, text, labels=["model"])
             for core in cores:
                 family.add_metric([core.model], figure(core))
             yield family
         lost = CounterMetricFamily("headrace_lost_workers", "Workers declared lost.", labels=["model"])
         refusals = CounterMetricFamily("headrace_refusals", "Refused admissions.", labels=["model", "code"])
-        ended = CounterMetricFamily("headrace_requests_ended", "Ended requests.", labels=["model", "outcome"])
+        ended = CounterMetricFamily("headrace_requests_ended", "Settled requests.", labels=["model", "outcome"])
         for core in cores:
             lost.add_metric([core.model], core.lost_workers)
             for code, count in core.refusals.items():

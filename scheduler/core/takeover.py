@@ -13,7 +13,7 @@ from scheduler.core import events, outcomes
 from scheduler.core.lifecycle import Lifecycle
 from scheduler.core.request import Request
 from scheduler.core.tombstones import Tombstone
-from scheduler.core.transitions import State, Trigger
+from scheduler.core.transitions import WAITING, State, Trigger
 
 
 class Takeover:
@@ -46,6 +46,9 @@ class Takeover:
         life = self._life
         known = life.requests.get(item.request.request_id)
         if known is not None and known.attempt >= item.attempt:
+            if known.state in WAITING and known.attempt == item.attempt and known.work_seq:
+                # Its body was found in an earlier attempt's message, which the owner before us may yet delete.
+                known.work_seq, seq = seq, known.work_seq
             if known.work_seq != seq and known.state is not State.DISPATCHING:
                 life.do(events.DeleteWork(seq))
             return

@@ -1,7 +1,8 @@
-"""The scheduler's shell as scheduler.service has it: takeover, lease, effects as tasks.
+"""The scheduler's shell as scheduler.term, recovery and effects have it: takeover, lease, effects as tasks.
 
-Without the lease it asks REQUESTS for nothing more (one consumer serves all owners: what a deposed one takes, the
-owner never sees), and a takeover does not wait for a message that has left REQUESTS meanwhile.
+Without the lease it answers nobody, stores, deletes and acknowledges nothing, and asks REQUESTS for nothing more (one
+consumer serves all owners: what a deposed one takes, the owner never sees). A takeover does not wait for a message
+that has left REQUESTS meanwhile.
 """
 
 from collections.abc import Callable, Iterator
@@ -97,10 +98,11 @@ def hear(world: "World", slot: int, *beats: Op) -> None:
 
 
 def receive(world: "World", message: Message) -> None:
+    if message[0] in ("ask", "cancel", "status?") and not world.held(world.scheds[message[1]]):
+        return
     match message:
         case ("ask", slot, _, _, data):
-            if world.held(world.scheds[slot]):
-                feed(world, slot, ("ask", data))
+            feed(world, slot, ("ask", data))
         case ("cancel", slot, _, rid, data):
             feed(world, slot, ("cancel", rid, data))
         case ("status?", slot, _, rid):
@@ -212,11 +214,11 @@ def _do(world: "World", slot: int, effect: Op) -> None:
     sched = world.scheds[slot]
     match effect:
         case ("ack", seq):
-            _ack(world, seq)
+            _ack(world, sched, seq)
         case ("delete", seq):
             _delete(world, sched, seq)
         case ("quarantine", request_seq, work_seq):
-            _ack(world, request_seq)
+            _ack(world, sched, request_seq)
             _delete(world, sched, work_seq)
         case ("end", rid, attempt, data):
             if world.held(sched):
@@ -231,8 +233,9 @@ def _do(world: "World", slot: int, effect: Op) -> None:
             world.set_sched(slot, told=(*world.scheds[slot].told, ("work_stored", rid, attempt, seq)))
 
 
-def _ack(world: "World", seq: int) -> None:
-    world.requests = tuple([request for request in world.requests if request[0] != seq])
+def _ack(world: "World", sched: Sched, seq: int) -> None:
+    if world.held(sched):
+        world.requests = tuple([request for request in world.requests if request[0] != seq])
 
 
 def _delete(world: "World", sched: Sched, seq: int) -> None:

@@ -476,6 +476,31 @@ def test_a_takeover_adopts_an_attempt_whose_predecessor_it_had_adopted_before_it
     assert (request.counted, request.deaths) == (1, 1)
 
 
+def test_a_takeover_keeps_the_body_that_the_owner_before_it_does_not_delete() -> None:
+    """WORK still holds attempt 1, which is about to be deleted, and attempt 2; both have ended without a result."""
+    made = world()
+    request_id = submit(made)
+    worker = worker_of(made)
+    run_pending(made)
+    ((seq, first),) = made.work.items()
+    made.requests.clear()
+    made.core = made.new_core(Epoch(1, made.core.epoch.revision + 1))
+    for attempt in (1, 2):
+        made.feed(events.TerminalStored(attempt_event(made, request_id, attempt=attempt, outcome="lost")))
+    second = seq + 1
+    made.work[second] = msgspec.structs.replace(first, attempt=2)
+    for found in (seq, second):
+        made.feed(events.WorkFound(made.work[found], found))
+    del made.work[seq]
+    run_pending(made)
+    assert made.core.requests[request_id].work_seq == second and list(made.work) == [second]
+    worker.epoch = made.core.epoch
+    made.feed(events.WorkerSeen(worker.beat()))
+    made.feed(events.Recovered())
+    run_pending(made)
+    assert [item.attempt for item in made.work.values()] == [3]
+
+
 def test_a_withdrawn_attempt_of_a_live_worker_is_no_death() -> None:
     """WORK did not confirm what the worker holds: it is taken back and given again, and nobody is a suspect."""
     made = world()

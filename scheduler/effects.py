@@ -1,0 +1,261 @@
+"""Performs on the bus what the core wants done; decides nothing.
+
+Each effect is a task of its own. Whatever stores, deletes or acknowledges looks at the lease right before, so that a
+deposed owner changes nothing; orders and frames carry the epoch, by which their receivers refuse them.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+import structlog
+
+from contracts import subjects, topology
+from contracts.bus import Bus, BusError, Incoming, Unconfirmed, WrongSequence
+from contracts.clock import now_ms
+from contracts.messages.attempts import AttemptEvent, Quarantined
+from contracts.messages.base import NOTHING, Codec
+from contracts.messages.control import CancelAttempt, ControlAnswer, ControlRequest
+from contracts.messages.frames import ReplyMessage
+from contracts.messages.request import RequestEnvelope, WorkItem
+from scheduler.core import events
+from scheduler.core.core import Core
+from scheduler.lease import Lease
+
+log = structlog.get_logger()
+
+ENVELOPE: Codec[RequestEnvelope] = Codec(RequestEnvelope)
+WORK_ITEM: Codec[WorkItem] = Codec(WorkItem)
+_control_answer: Codec[ControlAnswer] = Codec(ControlAnswer)
+_encode = msgspec.json.Encoder().encode
+
+AGAIN_S = 0.5
+"""Pause before something that the bus did not take is tried again."""
+CONTROL_TIMEOUT_S = 2.0
+"""How long a worker's answer to an order is awaited; what counts is repeated by the core."""
+
+
+class BodyCache:
+    """Messages of REQUESTS with their bodies, by sequence, as far as ``bytes_max`` goes; others are read again."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._messages: dict[int, Incoming] = {}
+
+    def add(self, message: Incoming) -> None:
+        """Keep the message if there is room."""
+        if message.stream_seq not in self._messages and self._bytes + len(message.data) <= self._bytes_max:
+            self._bytes += len(message.data)
+            self._messages[message.stream_seq] = message
+
+    def get(self, seq: int) -> Incoming | None:
+        return self._messages.get(seq)
+
+    def pop(self, seq: int) -> Incoming | None:
+        message = self._messages.pop(seq, None)
+        if message is not None:
+            self._bytes -= len(message.data)
+        return message
+
+
+class Effects:
+    """The effects of one term. ``feed`` takes what became of them, ``fail`` what broke."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        lease: Lease,
+        core: Core,
+        *,
+        feed: Callable[[events.Event], None],
+        fail: Callable[[Exception], None],
+        cache_bytes: int,
+    ) -> None:
+        self.bodies = BodyCache(cache_bytes)
+        self._bus = bus
+        self._lease = lease
+        self._core = core
+        self._feed = feed
+        self._fail = fail
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def perform(self, effect: events.Effect) -> None:
+        """Start the effect."""
+        match effect:
+            case events.AnswerAdmission() | events.AnswerCancel() | events.AnswerStatus():
+                self.spawn(effect.handle.respond(_encode(effect.answer)))
+            case events.StoreWork():
+                self.spawn(self._store_work(effect))
+            case events.StoreTerminal(event):
+                self.spawn(self._store_terminal(event))
+            case events.AckRequest(seq):
+                self.spawn(self._ack_request(seq))
+            case events.DeleteWork(seq):
+                self.spawn(self.delete(topology.WORK, seq))
+            case events.Quarantine():
+                self.spawn(self._quarantine(effect))
+            case events.SendControl(worker, order):
+                self.spawn(self._send_control(worker, order))
+            case events.SendFrame(subject, frame):
+                message = ReplyMessage(epoch=self._core.epoch, frames=[frame])
+                self.spawn(self._bus.publish(subject, _encode(message)))
+            case _:
+                raise TypeError(f"unknown effect {effect!r}")
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work`` as a task of the term; the bus's refusals are logged, all else ends the term."""
+        task = asyncio.create_task(self._guard(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Stop what still runs."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except BusError as error:
+            log.warning("effect_failed", model=self._core.model, reason=str(error))
+        except Exception as error:
+            self._fail(error)
+
+    # -- dispatch ----------------------------------------------------------------------------------------
+
+    async def _store_work(self, effect: events.StoreWork) -> None:
+        refused = events.WorkRefused(effect.request_id, effect.attempt)
+        try:
+            body = await self._body(effect.request_seq, effect.work_seq)
+        except BusError:
+            self._feed(refused)
+            return
+        request = self._core.awaits_work(effect)
+        if request is None or not self._lease.held:
+            return
+        if body is None:
+            self._feed(events.WorkRefused(effect.request_id, effect.attempt, body_missing=True))
+            return
+        item = WorkItem(
+            epoch=self._core.epoch,
+            attempt=effect.attempt,
+            version=effect.version,
+            worker=effect.worker,
+            dispatched_at_ms=now_ms(),
+            request=msgspec.structs.replace(request.envelope, body=body),
+        )
+        try:
+            stored = await self._bus.jetstream.store(
+                subjects.work(self._core.model, effect.version, effect.worker),
+                _encode(item),
+                msg_id=f"{effect.request_id}.{effect.attempt}.{effect.worker}",
+            )
+        except BusError as error:
+            log.warning("work_not_stored", request_id=effect.request_id, attempt=effect.attempt, reason=str(error))
+            self._feed(refused)
+            return
+        self._feed(events.WorkStored(effect.request_id, effect.attempt, stored.seq))
+
+    async def _body(self, request_seq: int, work_seq: int) -> msgspec.Raw | None:
+        """The request's body, from the cache, REQUESTS or WORK; None when it is gone."""
+        if request_seq:
+            message = self.bodies.get(request_seq) or await self._bus.jetstream.get(topology.REQUESTS, request_seq)
+            if message is not None:
+                return ENVELOPE.decode(message.data).body
+        if work_seq:
+            message = await self._bus.jetstream.get(topology.WORK, work_seq)
+            if message is not None:
+                return WORK_ITEM.decode(message.data).request.body
+        return None
+
+    async def _send_control(self, worker: str, order: ControlRequest) -> None:
+        answer: ControlAnswer | None = None
+        try:
+            data = await self._bus.request(subjects.control(worker), _encode(order), timeout_s=CONTROL_TIMEOUT_S)
+            answer = _control_answer.decode(data)
+        except (BusError, msgspec.MsgspecError) as error:
+            log.debug("worker_did_not_answer", worker=worker, reason=str(error))
+        if isinstance(order, CancelAttempt):
+            self._feed(events.ControlAnswered(order.request_id, order.attempt, answer))
+
+    # -- ends --------------------------------------------------------------------------------------------
+
+    async def _store_terminal(self, event: AttemptEvent) -> None:
+        """Until some terminal event is stored; which one won comes back from ATTEMPTS."""
+        subject = subjects.attempt(self._core.model, event.request_id, event.attempt)
+        if (seq := self._core.may_have_been_pulled(event)) and await self._was_pulled(event.worker, seq):
+            event = msgspec.structs.replace(event, engine_death=True)
+        data = _encode(event)
+        while self._lease.held:
+            try:
+                await self._bus.jetstream.store(
+                    subject, data, msg_id=f"{event.request_id}.{event.attempt}.scheduler", expect_last=0
+                )
+                log.info(
+                    "attempt_ended_by_scheduler",
+                    request_id=event.request_id,
+                    attempt=event.attempt,
+                    tenant=event.tenant,
+                    model=event.model,
+                    outcome=event.outcome,
+                    code=event.error_code,
+                )
+                return
+            except WrongSequence:
+                return
+            except Unconfirmed:
+                continue
+            except BusError as error:
+                log.warning("terminal_not_stored", request_id=event.request_id, reason=str(error))
+                await asyncio.sleep(AGAIN_S)
+
+    async def _was_pulled(self, worker: str, work_seq: int) -> bool:
+        """Whether the server had delivered the message to a worker that died before its next heartbeat."""
+        try:
+            info = await self._bus.jetstream.api(f"CONSUMER.INFO.{topology.WORK}.w-{worker}")
+        except BusError:
+            return False
+        return int(info["delivered"]["stream_seq"]) >= work_seq
+
+    async def _quarantine(self, effect: events.Quarantine) -> None:
+        """Best effort: one that cannot be kept is removed all the same, since nobody may run it again."""
+        envelope = effect.envelope
+        try:
+            body = await self._body(effect.request_seq, effect.work_seq)
+            request = msgspec.structs.replace(envelope, body=body if body is not None else NOTHING)
+            kept = Quarantined(reason=effect.reason, quarantined_at_ms=now_ms(), request=request, last=effect.last)
+            if not self._lease.held:
+                return
+            await self._bus.jetstream.store(
+                subjects.quarantine(self._core.model, envelope.request_id), _encode(kept), msg_id=envelope.request_id
+            )
+            log.error(
+                "request_quarantined", request_id=envelope.request_id, tenant=envelope.tenant, model=envelope.model
+            )
+        except BusError as error:
+            log.error("request_not_kept", request_id=envelope.request_id, reason=str(error))
+        if effect.request_seq:
+            await self._ack_request(effect.request_seq)
+        if effect.work_seq:
+            await self.delete(topology.WORK, effect.work_seq)
+
+    # -- removal -----------------------------------------------------------------------------------------
+
+    async def _ack_request(self, seq: int) -> None:
+        message = self.bodies.pop(seq)
+        if message is not None and self._lease.held and await message.ack():
+            return
+        await self.delete(topology.REQUESTS, seq)
+
+    async def delete(self, stream: str, seq: int) -> None:
+        """Remove a message, for as long as the lease is held."""
+        while self._lease.held:
+            try:
+                await self._bus.jetstream.delete(stream, seq)
+                return
+            except BusError as error:
+                log.warning("message_not_deleted", stream=stream, seq=seq, reason=str(error))
+                await asyncio.sleep(AGAIN_S)

@@ -1,0 +1,175 @@
+"""One model during one term of ownership: what comes in, when time passes, when the term is over."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+import structlog
+
+from contracts import ids, subjects
+from contracts.bus import Bus, BusError, Incoming
+from contracts.clock import now_ms
+from contracts.messages.admission import AdmissionRequest
+from contracts.messages.base import Codec
+from contracts.messages.control import (
+    CancelRequest,
+    LoopbackHeartbeat,
+    StatusRequest,
+    StreamOwnerHeartbeat,
+    WorkerHeartbeat,
+)
+from contracts.messages.records import Manifest
+from scheduler.config import SchedulerConfig
+from scheduler.core import events, views
+from scheduler.core.core import Core
+from scheduler.core.settings import Settings
+from scheduler.effects import Effects
+from scheduler.lease import Lease
+from scheduler.recovery import Recovery
+
+log = structlog.get_logger()
+
+_admission: Codec[AdmissionRequest] = Codec(AdmissionRequest)
+_cancel: Codec[CancelRequest] = Codec(CancelRequest)
+_status: Codec[StatusRequest] = Codec(StatusRequest)
+_worker_beat: Codec[WorkerHeartbeat] = Codec(WorkerHeartbeat)
+_stream_owner_beat: Codec[StreamOwnerHeartbeat] = Codec(StreamOwnerHeartbeat)
+_encode = msgspec.json.Encoder().encode
+
+TIME_EVERY_S = 0.1
+"""Period of TimePassed: deadlines are met to a tenth of a second."""
+
+
+class Term:
+    """``run`` serves from the taking of the lease until it is lost."""
+
+    def __init__(self, bus: Bus, config: SchedulerConfig, model: str, manifest: Manifest, lease: Lease) -> None:
+        self._bus = bus
+        self._config = config
+        self._lease = lease
+        self.core = Core(
+            model=model,
+            owner=f"{subjects.encode(model)}-{ids.incarnation('s')}",
+            epoch=lease.epoch,
+            manifest=manifest,
+            settings=Settings(lost_after_beats=round(config.lost_after_s / config.heartbeat_s)),
+            now_ms=now_ms(),
+        )
+        self._loopback = subjects.loopback_heartbeat(self.core.owner)
+        self._effects = Effects(
+            bus, lease, self.core, feed=self.feed, fail=self._fail, cache_bytes=config.body_cache_bytes
+        )
+        self._recovery = Recovery(bus, lease, self.core, self._effects, self.feed)
+        self._over = False
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        """Serve until the lease is lost; raises BusError, TimeoutError when a stream stands still, what broke."""
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._effects.close)
+            keeping = asyncio.create_task(self._lease.keep())
+            serving = asyncio.create_task(self._serve(stack))
+            try:
+                waiting: set[asyncio.Future[Any]] = {keeping, serving, self._failed}
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for ended in (self._failed, serving):
+                    if ended.done():
+                        ended.result()
+            finally:
+                self._over = True
+                for task in (keeping, serving):
+                    task.cancel()
+                await asyncio.gather(keeping, serving, return_exceptions=True)
+                log.info("model_released", model=self.core.model)
+
+    async def _serve(self, stack: AsyncExitStack) -> None:
+        """Recover, then answer and keep time until cancelled."""
+        model = self.core.model
+        beats = await self._bus.subscribe(subjects.HEARTBEATS, self._on_heartbeat)
+        stack.push_async_callback(beats.close)
+        await self._recovery.read(stack)
+        for subject, handler in (
+            (subjects.admit(model), self._on_admission),
+            (subjects.cancels_of(model), self._on_cancel),
+            (subjects.statuses_of(model), self._on_status),
+            (subjects.queues(model), self._on_queues),
+        ):
+            subscription = await self._bus.subscribe(subject, handler)
+            stack.push_async_callback(subscription.close)
+        log.info("model_owned", model=model, epoch=list(msgspec.structs.astuple(self.core.epoch)))
+        try:
+            async with asyncio.TaskGroup() as loops:
+                for loop in (self._beat(), self._keep_time(), self._recovery.open(), self._recovery.sweep()):
+                    loops.create_task(loop)
+        except* (BusError, TimeoutError) as group:
+            raise BusError(f"a loop of the term failed: {group.exceptions[0]!r}") from group
+
+    def feed(self, event: events.Event) -> None:
+        """Step the core and start its effects; after the term neither."""
+        if self._over or self._failed.done():
+            return
+        try:
+            for effect in self.core.step(event, now_ms()):
+                self._effects.perform(effect)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """A bug, in the core or in an effect: the process ends, a standby takes over."""
+        log.critical("term_broken", model=self.core.model, error=repr(error), exc_info=error)
+        if not self._failed.done():
+            self._failed.set_exception(error)
+
+    # -- what comes in -----------------------------------------------------------------------------------
+    # Without the lease nothing is answered: the next owner gets the same question, and knows better.
+
+    def _on_admission(self, message: Incoming) -> None:
+        if self._lease.held:
+            self.feed(events.AdmissionAsked(_admission.decode(message.data), message))
+
+    def _on_cancel(self, message: Incoming) -> None:
+        if self._lease.held:
+            tenant = subjects.tenant_of_last_token(message.subject)
+            self.feed(events.CancelAsked(tenant, _cancel.decode(message.data), message))
+
+    def _on_status(self, message: Incoming) -> None:
+        if self._lease.held:
+            tenant = subjects.tenant_of_last_token(message.subject)
+            self.feed(events.StatusAsked(tenant, _status.decode(message.data).request_id, message))
+
+    def _on_queues(self, message: Incoming) -> None:
+        if self._lease.held:
+            self._effects.spawn(message.respond(_encode(views.queues(self.core, now_ms()))))
+
+    def _on_heartbeat(self, message: Incoming) -> None:
+        kind, model = message.subject.split(".")[2:4]
+        if message.subject == self._loopback:
+            self.feed(events.LoopbackSeen())
+        elif kind == "worker" and model == subjects.encode(self.core.model):
+            self.feed(events.WorkerSeen(_worker_beat.decode(message.data)))
+        elif message.subject.startswith(subjects.STREAM_OWNER_HEARTBEATS):
+            owner = message.subject.removeprefix(subjects.STREAM_OWNER_HEARTBEATS)
+            beat = _stream_owner_beat.decode(message.data)
+            self.feed(events.StreamOwnerSeen(msgspec.structs.replace(beat, stream_owner=owner)))
+
+    # -- time --------------------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        """Loopback heartbeats, by which the silence of others is counted."""
+        number = 0
+        while True:
+            await asyncio.sleep(self._config.heartbeat_s)
+            if not self._bus.connected:
+                continue  # What waits for a reconnect would come as a burst: seconds of silence in no time.
+            beat = LoopbackHeartbeat(observer=self.core.owner, number=number)
+            number += 1
+            try:
+                await self._bus.publish(self._loopback, _encode(beat))
+            except BusError:
+                continue  # Without it no time passes: nobody is lost meanwhile.
+
+    async def _keep_time(self) -> None:
+        while True:
+            await asyncio.sleep(TIME_EVERY_S)
+            self.feed(events.TimePassed())
