@@ -29,7 +29,7 @@ _KEY = Codec[KeyRecord](KeyRecord)
 _MANIFEST = Codec[Manifest](Manifest)
 
 CHANGES_TRIED_MAX = 8
-"""Tries of a change that others overtake; each one reads the record anew."""
+"""Tries of a change that others overtake; each one reads the record again."""
 
 
 WEIGHT_MAX = 1e6
@@ -110,6 +110,7 @@ async def create_tenant(bus: Bus, record: TenantRecord) -> TenantRecord:
 
 
 async def tenant(bus: Bus, name: str) -> TenantRecord | None:
+    """The tenant's record; None when there is none."""
     entry = await bus.kv.get(topology.TENANTS, subjects.encode(check_name("tenant name", name)))
     return _TENANT.decode(entry.value) if entry is not None else None
 

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable
 
 MAX_NAME_BYTES = 128
-"""Longest name in UTF-8 bytes, before encoding (DESIGN.md section 4)."""
+"""Longest name in UTF-8 bytes, before encoding."""
 
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-")
 _TOKEN = re.compile(r"(?:[A-Za-z0-9-]|_[0-9a-f]{2})+\Z")
@@ -68,6 +68,7 @@ def request(model: str, tenant: str) -> str:
 
 
 def requests_of(model: str) -> str:
+    """All of a model's admitted requests."""
     return f"req.v1.{encode(model)}.*"
 
 
@@ -77,6 +78,7 @@ def work(model: str, version: str, worker: str) -> str:
 
 
 def work_of(model: str) -> str:
+    """All of a model's dispatched attempts."""
     return f"work.v1.{encode(model)}.>"
 
 
@@ -86,6 +88,7 @@ def attempt(model: str, request_id: str, attempt_number: int) -> str:
 
 
 def attempts_of(model: str) -> str:
+    """All of a model's terminal events."""
     return f"attempt.v1.{encode(model)}.>"
 
 
@@ -108,15 +111,17 @@ def cancel(model: str, tenant: str) -> str:
 
 
 def cancels_of(model: str) -> str:
+    """All cancel requests to a model's scheduler."""
     return f"cancel.v1.{encode(model)}.*"
 
 
 def status(model: str, tenant: str) -> str:
-    """Question to the model's scheduler about one request."""
+    """Status request to the model's scheduler about one request."""
     return f"status.v1.{encode(model)}.{encode(tenant)}"
 
 
 def statuses_of(model: str) -> str:
+    """All status requests to a model's scheduler."""
     return f"status.v1.{encode(model)}.*"
 
 
@@ -147,11 +152,12 @@ def control(worker: str) -> str:
 
 
 def frames(worker: str, tenant: str) -> str:
-    """Question to a worker for frames that were missed; the tenant is whose streams the sender may read."""
+    """Request to a worker for frames that were missed; the tenant is whose streams the sender may read."""
     return f"frames.v1.{encode(worker)}.{encode(tenant)}"
 
 
 def frames_of(worker: str) -> str:
+    """All requests to a worker for missed frames."""
     return f"frames.v1.{encode(worker)}.*"
 
 
@@ -187,13 +193,9 @@ def scope_of_usage(subject: str) -> tuple[str | None, str]:
     raise InvalidName(f"not a query about usage: {subject!r}")
 
 
-QUEUES = "queues.v1"
-"""Question to a model's scheduler about its live queues: ``queues.v1.<model>``."""
-
-
 def queues(model: str) -> str:
-    """Question to a model's scheduler about its live queues."""
-    return f"{QUEUES}.{encode(model)}"
+    """Request to a model's scheduler for its live queues."""
+    return f"queues.v1.{encode(model)}"
 
 
 # Heartbeats: one subscription gets them all, the loopback heartbeats too -----------------------------------
@@ -211,7 +213,7 @@ STREAM_OWNER_HEARTBEATS = "hb.v1.stream-owner."
 
 
 def gateway_stream_owner(incarnation: str) -> str:
-    """Name of a gateway as stream owner; ``_gw`` is no encoded name, so no tenant can claim it."""
+    """Name of a gateway as stream owner; ``_gw`` is no encoded name, so no tenant can take it."""
     return f"_gw.{encode(incarnation)}"
 
 

@@ -13,6 +13,7 @@ class Cost(msgspec.Struct, frozen=True, order=True):
 
     @property
     def total(self) -> int:
+        """Input and output together."""
         return self.input_tokens + self.output_tokens
 
 

@@ -73,7 +73,7 @@ STREAMS: list[dict[str, Any]] = [
     _stream(REQUESTS, ["req.v1.>"], retention="workqueue", max_bytes=512 * _MIB),
     # What is dispatched and has not ended: bounded by the workers' slots, 8,000 of the largest.
     _stream(WORK, ["work.v1.>"], retention="workqueue", max_bytes=512 * _MIB),
-    # 0.25 KB of the server's memory each (DESIGN.md section 4): 1 GB in all, and some 3 GB of disk (0.7 KB
+    # 0.25 KB of the server's memory each: 1 GB in all, and some 3 GB of disk (0.7 KB
     # each, a guess). That is 11 h of a ledger that is down at 100 requests/s. An attempt must be able to end
     # at any time, hence discard old; the one event per subject is kept by Nats-Expected-Last-Subject-Sequence
     # (a limit per subject would need discard new).

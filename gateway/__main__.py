@@ -9,6 +9,7 @@ from gateway.service import Gateway
 
 
 async def build(config: GatewayConfig, bus: Bus) -> Gateway:
+    """The process's gateway, not yet running."""
     return Gateway(config, bus)
 
 

@@ -9,6 +9,7 @@ from ledger.ingest import Ledger
 
 
 async def build(config: LedgerConfig, bus: Bus) -> Ledger:
+    """The process's ledger, not yet running."""
     return Ledger(config, bus)
 
 

@@ -9,6 +9,7 @@ from scheduler.service import Scheduler
 
 
 async def build(config: SchedulerConfig, bus: Bus) -> Scheduler:
+    """The process's scheduler, not yet running."""
     return Scheduler(bus, config)
 
 

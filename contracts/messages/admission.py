@@ -11,7 +11,7 @@ class AdmissionRequest(RequestDemand, frozen=True, kw_only=True):
 
     priority: Priority = "interactive"
     deadline_ms: int | None = None
-    """Time to the first token that the caller accepts; without it the tenant's default holds."""
+    """Time to the first token that the caller accepts; without it the tenant's default is taken."""
 
 
 class RateLimits(Message, frozen=True, kw_only=True):

@@ -65,7 +65,7 @@ def fields_of(kind: type[msgspec.Struct], source: object) -> dict[str, Any]:
 class Epoch(msgspec.Struct, frozen=True, array_like=True, order=True):
     """Term of a model's owner: (creation of the lease bucket in ns, revision of the acquiring write).
 
-    Constant for a term and greater for every later one; receivers refuse lower epochs (DESIGN.md section 6).
+    Constant for a term and greater for every later one; receivers refuse lower epochs.
     """
 
     bucket_created_ns: int = 0

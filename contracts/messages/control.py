@@ -23,6 +23,8 @@ class CancelAnswer(Message, frozen=True, kw_only=True):
 
 
 class StatusRequest(Message, frozen=True, kw_only=True):
+    """Stream owner -> scheduler, ``status.v1.<model>.<tenant>``: what became of a request that says nothing."""
+
     request_id: str
 
 
@@ -95,7 +97,7 @@ class LoopbackHeartbeat(Message, frozen=True, kw_only=True):
 
 
 class Announce(Message, frozen=True, kw_only=True, tag="announce"):
-    """Owner -> worker: this epoch holds now."""
+    """Owner -> worker: this is the epoch from now on."""
 
     epoch: Epoch
 

@@ -13,7 +13,7 @@ class TenantQueue(Message, frozen=True, kw_only=True, omit_defaults=False):
     running: int
     reserved_tokens: int
     served_counter: float
-    """Virtual token counter: weighted tokens served (DESIGN.md section 6)."""
+    """Virtual token counter: weighted tokens served."""
     oldest_wait_ms: int
 
 

@@ -80,7 +80,7 @@ class KeyRecord(Message, frozen=True, kw_only=True):
 
 
 class Price(Message, frozen=True, kw_only=True):
-    """An entry in the PRICES bucket, keyed ``<model>.<tier>.<valid_from>``: holds until a later one begins.
+    """An entry in the PRICES bucket, keyed ``<model>.<tier>.<valid_from>``: valid until a later one begins.
 
     Prices are whole millionths of the currency's unit for a million tokens.
     """

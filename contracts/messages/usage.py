@@ -7,20 +7,32 @@ from contracts.messages.base import Message
 
 UsageDimension = Literal["tenant", "key", "model", "version", "day", "hour", "endpoint", "priority", "outcome"]
 
-AskCode = Literal["", "invalid_request", "not_found", "unavailable"]
-"""With an error: ask differently, there is no such thing, or ask again."""
+LatencyDimension = Literal["tenant", "model", "version", "priority", "day", "hour"]
 
 
-class UsageQuery(Message, frozen=True, kw_only=True):
-    """Anyone -> ledger, ``usage.v1.query``. Half-open UTC range [from, to) over the request's admission time."""
+class RangeQuery(Message, frozen=True, kw_only=True):
+    """What is asked about a half-open range [from, to) of admission times, in pages of ``limit`` rows."""
 
     from_at_ms: int
     to_at_ms: int
-    by: list[UsageDimension]
     tenant: str | None = None
     """None: all tenants (operators only). A subject that names a tenant overrides this."""
     limit: int = 10_000
     offset: int = 0
+
+
+class LedgerAnswer(Message, frozen=True, kw_only=True):
+    """What every answer of the ledger says: all is well, or why there is none."""
+
+    error: str = ""
+    code: Literal["", "invalid_request", "not_found", "unavailable"] = ""
+    """With an error: ask differently, there is no such thing, or ask again."""
+
+
+class UsageQuery(RangeQuery, frozen=True, kw_only=True):
+    """Anyone -> ledger, ``usage.v1.of.<tenant>.usage``: requests, tokens and amounts, summed by dimensions."""
+
+    by: list[UsageDimension]
 
 
 class UsageRow(Message, frozen=True, kw_only=True, omit_defaults=False):
@@ -46,34 +58,26 @@ class UsageRow(Message, frozen=True, kw_only=True, omit_defaults=False):
     amount: str = "0"
     """In the currency's unit: an exact decimal number, at most 12 digits after the point."""
     unpriced_tokens: int = 0
-    """Billed tokens for which no price holds; they add nothing to the amount."""
+    """Billed tokens for which no price is valid; they add nothing to the amount."""
 
 
 USAGE_FIGURES = tuple(name for name in UsageRow.__struct_fields__ if name not in get_args(UsageDimension))
 """Fields of a UsageRow that are no dimension, in their order."""
 
 
-class UsageAnswer(Message, frozen=True, kw_only=True):
+class UsageAnswer(LedgerAnswer, frozen=True, kw_only=True):
+    """One page of usage, sorted by its dimensions."""
+
     rows: list[UsageRow] = []
     has_more: bool = False
     currency: str = ""
     """Empty while there are no prices."""
-    error: str = ""
-    code: AskCode = ""
 
 
-LatencyDimension = Literal["tenant", "model", "version", "priority", "day", "hour"]
+class LatencyQuery(RangeQuery, frozen=True, kw_only=True):
+    """Anyone -> ledger, ``usage.v1.of.<tenant>.latency``: spans of attempts, by dimensions."""
 
-
-class LatencyQuery(Message, frozen=True, kw_only=True):
-    """Anyone -> ledger. Range and tenant as in UsageQuery."""
-
-    from_at_ms: int
-    to_at_ms: int
     by: list[LatencyDimension]
-    tenant: str | None = None
-    limit: int = 10_000
-    offset: int = 0
 
 
 class Quantiles(Message, frozen=True, kw_only=True, omit_defaults=False):
@@ -109,14 +113,16 @@ LATENCY_SPANS = tuple(name for name in LatencyRow.__struct_fields__ if name not 
 """Fields of a LatencyRow that are no dimension, in their order."""
 
 
-class LatencyAnswer(Message, frozen=True, kw_only=True):
+class LatencyAnswer(LedgerAnswer, frozen=True, kw_only=True):
+    """One page of latencies, sorted by its dimensions."""
+
     rows: list[LatencyRow] = []
     has_more: bool = False
-    error: str = ""
-    code: AskCode = ""
 
 
 class InvoiceQuery(Message, frozen=True, kw_only=True):
+    """Anyone -> ledger, ``usage.v1.of.<tenant>.invoice``: what a tenant owes for a month."""
+
     tenant: str = ""
     """A subject that names a tenant overrides this."""
     month: str
@@ -130,7 +136,7 @@ class InvoiceLine(Message, frozen=True, kw_only=True, omit_defaults=False):
     model: str = ""
     tier: str = ""
     valid_from: str = ""
-    """Day from which the price holds; empty when none does."""
+    """Day from which the price is valid; empty when there is no price."""
     tokens: int = 0
     price: str = "0"
     """For a million tokens."""
@@ -153,22 +159,22 @@ class Invoice(Message, frozen=True, kw_only=True, omit_defaults=False):
     unpriced_tokens: int
 
 
-class InvoiceAnswer(Message, frozen=True, kw_only=True):
+class InvoiceAnswer(LedgerAnswer, frozen=True, kw_only=True):
+    """The invoice, or an error."""
+
     invoice: Invoice | None = None
-    error: str = ""
-    code: AskCode = ""
 
 
 class ExplainQuery(Message, frozen=True, kw_only=True):
+    """Anyone -> ledger, ``usage.v1.of.<tenant>.explain``: what became of a request."""
+
     request_id: str
 
 
-class ExplainAnswer(Message, frozen=True, kw_only=True):
+class ExplainAnswer(LedgerAnswer, frozen=True, kw_only=True):
     """What became of a request: its attempts in order, and the same in plain words, a line each."""
 
-    attempts: list["AttemptEvent"] = []
+    attempts: list[AttemptEvent] = []
     text: list[str] = []
     amount: str = "0"
     currency: str = ""
-    error: str = ""
-    code: AskCode = ""

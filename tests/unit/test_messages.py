@@ -15,7 +15,6 @@ import msgspec
 import pytest
 
 from contracts import messages
-from contracts.messages import base
 from contracts.messages.base import Codec, Message
 
 SAMPLES = [json.loads(line) for line in (Path(__file__).parent / "messages.v1.jsonl").read_text().splitlines()]
@@ -29,12 +28,8 @@ def _below(kind: type[Message]) -> Iterator[type[Message]]:
 
 for _module in pkgutil.iter_modules(messages.__path__):
     importlib.import_module(f"{messages.__name__}.{_module.name}")
-HERE = f"{messages.__name__}."
-MESSAGES = {
-    kind.__name__: kind
-    for kind in _below(Message)
-    if kind.__module__.startswith(HERE) and kind.__module__ != base.__name__
-}
+MESSAGES = {kind.__name__: kind for kind in _below(Message) if not kind.__subclasses__()}
+"""But for the bases of several, which travel nowhere."""
 
 
 def test_every_message_has_a_sample() -> None:
