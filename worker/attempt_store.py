@@ -16,7 +16,7 @@ _log = structlog.get_logger()
 _event: Codec[AttemptEvent] = Codec(AttemptEvent)
 
 
-async def decide(bus: Bus, event: AttemptEvent) -> bool:
+async def store(bus: Bus, event: AttemptEvent) -> bool:
     """Store ``event`` unless another one is; whether it is the stored one. Tries until that is known."""
     data, pause = _event.encode(event), RETRY_S
     while (won := await _try_once(bus, event, data)) is None:
@@ -43,7 +43,7 @@ async def _try_once(bus: Bus, event: AttemptEvent, data: bytes) -> bool | None:
     try:
         stored = _event.decode(last.data)
     except msgspec.MsgspecError as error:
-        _log.error("event_unreadable", request_id=event.request_id, attempt=event.attempt, error=str(error))
+        _log.error("event_undecodable", request_id=event.request_id, attempt=event.attempt, error=str(error))
         return False
     return (stored.reporter, stored.worker, stored.outcome) == (event.reporter, event.worker, event.outcome)
 

@@ -30,7 +30,7 @@ _message: Codec[ReplyMessage] = Codec(ReplyMessage)
 _text = msgspec.json.Encoder()
 
 
-class Stream(msgspec.Struct, kw_only=True):
+class AttemptFrames(msgspec.Struct, kw_only=True):
     """One attempt's frames."""
 
     tenant: str
@@ -38,16 +38,16 @@ class Stream(msgspec.Struct, kw_only=True):
     """Empty when the request names none that frames may go to: they are only kept."""
     name: str
     attempt: int
-    frames: deque[Frame]
-    """Those still kept: the last ones, without a gap."""
+    kept: deque[Frame]
+    """The last ones, without a gap."""
     kept_bytes: int = 0
     next_seq: int = 0
     chunks: int = 0
     ended_at: float | None = None
 
 
-class Outbox:
-    """Frames of one worker incarnation.
+class FrameBuffer:
+    """Frames of one worker instance.
 
     ``publish`` sends one message or drops it, and does not raise. ``now`` is a monotonic clock in seconds.
     ``run`` must be running; nothing is sent after ``close``.
@@ -68,8 +68,8 @@ class Outbox:
         self._now = now
         self._kept_bytes_max = kept_bytes_max
         self._kept_bytes = 0
-        self._streams: OrderedDict[tuple[str, int], Stream] = OrderedDict()
-        self._ended: OrderedDict[tuple[str, int], Stream] = OrderedDict()
+        self._open: OrderedDict[tuple[str, int], AttemptFrames] = OrderedDict()
+        self._ended: OrderedDict[tuple[str, int], AttemptFrames] = OrderedDict()
         self._pending: dict[str, list[Frame]] = {}
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -78,42 +78,42 @@ class Outbox:
 
     # Sending -----------------------------------------------------------------------------------------------
 
-    def open(self, request: RequestEnvelope, attempt: int) -> Stream:
-        """The attempt's stream; the same one when it is open already."""
+    def open(self, request: RequestEnvelope, attempt: int) -> AttemptFrames:
+        """The attempt's frames; the same object until its end."""
         key = (request.request_id, attempt)
-        if (stream := self._streams.get(key)) is None:
-            stream = self._streams[key] = Stream(
+        if (frames := self._open.get(key)) is None:
+            frames = self._open[key] = AttemptFrames(
                 tenant=request.tenant,
                 subject=request.reply.subject if subjects.is_reply(request.reply.subject) else "",
                 name=request.reply.stream,
                 attempt=attempt,
-                frames=deque(),
+                kept=deque(),
             )
-        return stream
+        return frames
 
-    def send(self, stream: Stream, kind: FrameKind, data: bytes = b"") -> None:
+    def send(self, frames: AttemptFrames, kind: FrameKind, data: bytes = b"") -> None:
         """Queue a frame for this turn's message; a chunk too big for one message goes as parts.
 
         What comes after ``end``, from a generation that did not stop in time, is dropped.
         """
-        if self._closed or stream.ended_at is not None:
+        if self._closed or frames.ended_at is not None:
             return
         if kind == "chunk":
-            stream.chunks += 1
+            frames.chunks += 1
             if len(data) + FRAME_BYTES > self._message_bytes_max:
-                self._send_parts(stream, data)
+                self._send_parts(frames, data)
                 return
-        self._add(stream, kind, data)
+        self._add(frames, kind, data)
 
     def end(self, request: RequestEnvelope, attempt: int) -> None:
         """No frames follow; what was sent is kept a while."""
         key = (request.request_id, attempt)
-        if stream := self._streams.pop(key, None):
-            stream.ended_at = self._now()
-            self._ended[key] = stream
+        if frames := self._open.pop(key, None):
+            frames.ended_at = self._now()
+            self._ended[key] = frames
         self.expire()
 
-    def _send_parts(self, stream: Stream, data: bytes) -> None:
+    def _send_parts(self, frames: AttemptFrames, data: bytes) -> None:
         # Quoting may double a byte (quotes, backslashes); a slice never splits a character.
         size = (self._message_bytes_max - FRAME_BYTES) // 2
         start = 0
@@ -122,28 +122,28 @@ class Outbox:
             while stop < len(data) and data[stop] & 0xC0 == 0x80:
                 stop -= 1
             part = _text.encode(data[start:stop].decode())
-            self._add(stream, "part" if stop < len(data) else "chunk", part)
+            self._add(frames, "part" if stop < len(data) else "chunk", part)
             start = stop
 
-    def _add(self, stream: Stream, kind: FrameKind, data: bytes) -> None:
+    def _add(self, frames: AttemptFrames, kind: FrameKind, data: bytes) -> None:
         frame = Frame(
-            stream=stream.name,
-            attempt=stream.attempt,
-            seq=stream.next_seq,
+            stream=frames.name,
+            attempt=frames.attempt,
+            seq=frames.next_seq,
             kind=kind,
             data=msgspec.Raw(data) if data else NOTHING,
         )
-        stream.next_seq += 1
-        stream.frames.append(frame)
+        frames.next_seq += 1
+        frames.kept.append(frame)
         weight = len(data) + FRAME_BYTES
-        stream.kept_bytes += weight
+        frames.kept_bytes += weight
         self._kept_bytes += weight
         if self._kept_bytes > self._kept_bytes_max:
             self._shrink()
-        if frames := self._pending.get(stream.subject):
-            frames.append(frame)
-        elif stream.subject:
-            self._pending[stream.subject] = [frame]
+        if pending := self._pending.get(frames.subject):
+            pending.append(frame)
+        elif frames.subject:
+            self._pending[frames.subject] = [frame]
             self._idle.clear()
             self._wake.set()
 
@@ -180,7 +180,7 @@ class Outbox:
         """Send nothing more and keep nothing."""
         self._closed = True
         self._pending.clear()
-        self._streams.clear()
+        self._open.clear()
         self._ended.clear()
         self._kept_bytes = 0
         self._idle.set()
@@ -190,15 +190,15 @@ class Outbox:
     def read(self, tenant: str, request: FramesRequest) -> FramesAnswer:
         """A page of an attempt's frames from ``from_seq`` on; unknown when another tenant's or gone."""
         key = (request.request_id, request.attempt)
-        stream = self._streams.get(key) or self._ended.get(key)
-        if stream is None or stream.tenant != tenant:
+        frames = self._open.get(key) or self._ended.get(key)
+        if frames is None or frames.tenant != tenant:
             return FramesAnswer(known=False)
-        first = stream.next_seq - len(stream.frames)
+        first = frames.next_seq - len(frames.kept)
         if request.from_seq < first:
             return FramesAnswer(known=False)
         page: list[Frame] = []
         size = 0
-        for frame in islice(stream.frames, request.from_seq - first, None):
+        for frame in islice(frames.kept, request.from_seq - first, None):
             size += _weight(frame)
             if page and size > PAGE_BYTES_MAX:
                 return FramesAnswer(known=True, frames=page, more=True)
@@ -216,15 +216,15 @@ class Outbox:
         return self._kept_bytes
 
     def _forget_oldest(self) -> None:
-        _, stream = self._ended.popitem(last=False)
-        self._kept_bytes -= stream.kept_bytes
+        _, frames = self._ended.popitem(last=False)
+        self._kept_bytes -= frames.kept_bytes
 
     def _shrink(self) -> None:
         while self._kept_bytes > self._kept_bytes_max and self._ended:
             self._forget_oldest()
         while self._kept_bytes > self._kept_bytes_max:
-            largest = max(self._streams.values(), key=lambda stream: stream.kept_bytes)
-            weight = _weight(largest.frames.popleft())
+            largest = max(self._open.values(), key=lambda frames: frames.kept_bytes)
+            weight = _weight(largest.kept.popleft())
             largest.kept_bytes -= weight
             self._kept_bytes -= weight
 

@@ -16,14 +16,14 @@ from contracts import ids, subjects, topology
 from contracts.bus import Bus, BusError, Incoming, PullConsumer, Subscription
 from contracts.messages.base import Codec
 from contracts.messages.frames import FramesAnswer, FramesRequest
-from worker.frame_buffer import Outbox
+from worker.frame_buffer import FrameBuffer
 
 T = TypeVar("T")
 
 ACK_WAIT_S = 6 * 3600.0
 """Beyond the longest attempt: while the worker lives a repeated delivery tells it nothing."""
 INACTIVE_S = 300.0
-"""The server forgets the consumer of a dead incarnation after this."""
+"""The server forgets the consumer of a dead name after this."""
 RETRY_S = 0.5
 EXPIRE_EVERY_S = 5.0
 
@@ -32,7 +32,7 @@ _frames_request: Codec[FramesRequest] = Codec(FramesRequest)
 _frames_answer: Codec[FramesAnswer] = Codec(FramesAnswer)
 
 
-class Incarnation:
+class Instance:
     """``open`` once, then ``close``. After ``abandon`` nothing of it reaches the bus any more.
 
     Its tasks run in ``tasks``, so that one that breaks ends the worker.
@@ -51,7 +51,7 @@ class Incarnation:
     ) -> None:
         self.name = ids.incarnation("w")
         self.abandoned = False
-        self.outbox = Outbox(self.name, self._publish, max_payload=bus.session.max_payload, now=time.monotonic)
+        self.buffer = FrameBuffer(self.name, self._publish, max_payload=bus.session.max_payload, now=time.monotonic)
         self._bus = bus
         self._group = tasks
         self._work_subject = subjects.work(model, version, self.name)
@@ -69,7 +69,7 @@ class Incarnation:
             (subjects.frames_of(self.name), self._repair),
         ):
             self._subscriptions.append(await self._insist(self._bus.subscribe, subject, handler))
-        for loop in (self.outbox.run(), self._expire()):
+        for loop in (self.buffer.run(), self._expire()):
             self.spawn(loop)
         work = PullConsumer(
             self._bus.jetstream,
@@ -92,13 +92,13 @@ class Incarnation:
         return task
 
     def notify(self) -> None:
-        """The credit may have grown."""
+        """The credit may have grown: pull again."""
         if self._puller:
             self._puller.notify()
 
     def abandon(self) -> None:
         self.abandoned = True
-        self.outbox.close()
+        self.buffer.close()
         for task in self._tasks:
             task.cancel()
 
@@ -139,15 +139,15 @@ class Incarnation:
             tenant = subjects.tenant_of_last_token(incoming.subject)
             request = _frames_request.decode(incoming.data)
         except (subjects.InvalidName, msgspec.MsgspecError) as error:
-            _log.warning("message_malformed", subject=incoming.subject, error=str(error))
+            _log.warning("frames_request_undecodable", subject=incoming.subject, error=str(error))
             return
         with contextlib.suppress(BusError):  # who asked asks again
-            await incoming.respond(_frames_answer.encode(self.outbox.read(tenant, request)))
+            await incoming.respond(_frames_answer.encode(self.buffer.read(tenant, request)))
 
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(EXPIRE_EVERY_S)
-            self.outbox.expire()
+            self.buffer.expire()
 
     async def _insist(self, call: Callable[..., Awaitable[T]], *arguments: Any, **options: Any) -> T:
         while True:

@@ -48,7 +48,7 @@ def busy_pid(stack: Stack) -> int | None:
         except httpx.HTTPError:
             continue
         for line in text.splitlines():
-            if line.startswith("headrace_worker_attempts_held{") and float(line.rsplit(" ", 1)[1]) > 0:
+            if line.startswith("headrace_worker_attempts_in_flight{") and float(line.rsplit(" ", 1)[1]) > 0:
                 return pid
     return None
 

@@ -14,24 +14,25 @@ from scheduler.core.core import Core
 from scheduler.core.request import Request
 from scheduler.core.takeover import Takeover
 from scheduler.core.worker_pool import Worker
-from worker.core.core import Gone, WorkerCore
+from worker.core.attempts import Tombstone
+from worker.core.core import WorkerCore
 from worker.core.events import Key
 
 
 class RepeatingWorker(WorkerCore):
     """Forgets an attempt that has ended: a message that is delivered again starts it again."""
 
-    def _remember(self, key: Key, gone: Gone) -> None:
-        if gone == "never":
-            super()._remember(key, gone)
+    def _bury(self, key: Key, tombstone: Tombstone) -> None:
+        if tombstone == "never":
+            super()._bury(key, tombstone)
 
 
 class DeafWorker(WorkerCore):
     """Does not note a cancel that comes before its work, and yet says that it will not start it."""
 
-    def _remember(self, key: Key, gone: Gone) -> None:
-        if gone != "never":
-            super()._remember(key, gone)
+    def _bury(self, key: Key, tombstone: Tombstone) -> None:
+        if tombstone != "never":
+            super()._bury(key, tombstone)
 
 
 class FencelessRelay(Relay):

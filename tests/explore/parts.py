@@ -297,7 +297,7 @@ def _core_output(effect: events.Effect) -> Op:
 
 
 def _worker_facts(box: Box) -> tuple[Any, ...]:
-    """(credit, slots, held, heartbeat)."""
+    """(credit, slots, attempts in flight, heartbeat)."""
     core = box.core
     beat = WorkerHeartbeat(
         worker=core.worker,
@@ -305,11 +305,11 @@ def _worker_facts(box: Box) -> tuple[Any, ...]:
         version="v1",
         state=core.state,
         epoch=core.epoch,
-        slots=core.slots,
-        kv_tokens=core.kv_tokens,
+        slots=core.attempts.slots,
+        kv_tokens=core.attempts.kv_tokens,
         in_flight=core.progress(),
     )
-    return core.credit(), core.slots, core.held, encode(beat)
+    return core.credit(), core.attempts.slots, len(core.attempts), encode(beat)
 
 
 _FAILURES = {
@@ -341,7 +341,7 @@ def _step_worker(box: Box, op: Op, now: int) -> list[Op]:
         case ("ended", key, frames, chunks, failure):
             event = wev.AttemptEnded(key=key, frames=frames, chunks=chunks, failure=_FAILURES[failure])
         case ("decided", key, won):
-            event = wev.EventDecided(key=key, won=won)
+            event = wev.EventStored(key=key, won=won)
         case _:
             raise TypeError(op)
     outputs = [_worker_output(box, effect) for effect in box.core.step(event, now)]
@@ -368,9 +368,9 @@ def _worker_output(box: Box, effect: wev.Effect) -> Op:
             return "ack", effect.delivery
         case wev.LeaveWork():
             return "leave", effect.delivery
-        case wev.Answer():
+        case wev.AnswerControl():
             return "answer", effect.asker, encode(effect.answer)
-        case wev.Beat():
+        case wev.SendHeartbeat():
             return ("beat",)
         case wev.RebuildEngine():
             return ("rebuild",)

@@ -1,4 +1,6 @@
-"""The worker's shell as worker.service, incarnation, outbox and verdict have it; the engine gives two tokens."""
+"""The worker's shell as worker.service, generations, instance, frame_buffer and attempt_store have it.
+
+The engine gives two tokens."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING

@@ -458,8 +458,8 @@ def ended(outcome: str, completion: int, **changes: Any) -> AttemptEvent:
     )  # fmt: skip
     item = WorkItem(epoch=Epoch(), attempt=1, version="1", worker="w", dispatched_at_ms=at_ms, request=request)
     counts = Counts(prompt_tokens=100, cached_tokens=40, completion_tokens=completion, reasoning_tokens=0)
-    ending = outcomes.Ending(outcome=outcome, **changes)  # type: ignore[arg-type]
-    return outcomes.terminal_event(item, counts, ending, worker="w", frames=1, chunks=1, now_ms=at_ms + 900)
+    ended = outcomes.AttemptOutcome(kind=outcome, **changes)  # type: ignore[arg-type]
+    return outcomes.terminal_event(item, counts, ended, worker="w", frames=1, chunks=1, now_ms=at_ms + 900)
 
 
 FULL = 60 * 140_000 + 40 * 35_000

@@ -385,7 +385,7 @@ class Cluster:
 
         async def find() -> Service | None:
             for worker in self.workers:
-                if worker.alive and await worker.metric("headrace_worker_attempts_held") > 0:
+                if worker.alive and await worker.metric("headrace_worker_attempts_in_flight") > 0:
                     return worker
             return None
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from contracts.messages.frames import Frame, FramesRequest, ReplyMessage
 from contracts.messages.request import Reply, RequestEnvelope
-from worker import frame_buffer as outbox_module
-from worker.frame_buffer import FRAME_BYTES, KEEP_S, Outbox, Stream
+from worker import frame_buffer
+from worker.frame_buffer import FRAME_BYTES, KEEP_S, AttemptFrames, FrameBuffer
 
 
 def request(request_id: str = "r1", *, tenant: str = "t", subject: str = "reply.v1._gw.g") -> RequestEnvelope:
@@ -35,13 +35,13 @@ def request(request_id: str = "r1", *, tenant: str = "t", subject: str = "reply.
 
 
 class Bench:
-    """An outbox, its clock, and what it published."""
+    """An buffer, its clock, and what it published."""
 
     def __init__(self, *, max_payload: int = 1 << 20, kept_bytes_max: int = 1 << 20) -> None:
         self.seconds = 0.0
         self.sent: list[tuple[str, ReplyMessage]] = []
         self.sizes: list[int] = []
-        self.outbox = Outbox(
+        self.buffer = FrameBuffer(
             "w-1", self.publish, max_payload=max_payload, now=lambda: self.seconds, kept_bytes_max=kept_bytes_max
         )
 
@@ -51,7 +51,7 @@ class Bench:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self.outbox.run())
+        task = asyncio.create_task(self.buffer.run())
         yield
         task.cancel()
 
@@ -59,26 +59,26 @@ class Bench:
         return [frame for _, message in self.sent for frame in message.frames]
 
     def kept(self, request_id: str, from_seq: int = 0, *, tenant: str = "t") -> list[int] | None:
-        answer = self.outbox.read(tenant, FramesRequest(request_id=request_id, attempt=1, from_seq=from_seq))
+        answer = self.buffer.read(tenant, FramesRequest(request_id=request_id, attempt=1, from_seq=from_seq))
         return [frame.seq for frame in answer.frames] if answer.known else None
 
 
-def chunks(bench: Bench, stream: Stream, count: int, size: int = 10) -> None:
+def chunks(bench: Bench, stream: AttemptFrames, count: int, size: int = 10) -> None:
     for _ in range(count):
-        bench.outbox.send(stream, "chunk", b'"' + b"x" * (size - 2) + b'"')
+        bench.buffer.send(stream, "chunk", b'"' + b"x" * (size - 2) + b'"')
 
 
 async def test_a_turns_frames_for_one_subject_are_one_message() -> None:
     bench = Bench()
-    one, two = bench.outbox.open(request("r1"), 1), bench.outbox.open(request("r2"), 1)
-    other = bench.outbox.open(request("r3", subject="reply.v1._gw.h"), 1)
+    one, two = bench.buffer.open(request("r1"), 1), bench.buffer.open(request("r2"), 1)
+    other = bench.buffer.open(request("r3", subject="reply.v1._gw.h"), 1)
     async with bench.running():
         for stream in (one, two, other):
-            bench.outbox.send(stream, "accepted")
-            bench.outbox.send(stream, "chunk", b'{"a":1}')
-        await bench.outbox.flushed()
-        bench.outbox.send(one, "chunk", b'{"a":2}')
-        await bench.outbox.flushed()
+            bench.buffer.send(stream, "accepted")
+            bench.buffer.send(stream, "chunk", b'{"a":1}')
+        await bench.buffer.flushed()
+        bench.buffer.send(one, "chunk", b'{"a":2}')
+        await bench.buffer.flushed()
     subjects = [(subject, len(message.frames)) for subject, message in bench.sent]
     assert subjects == [("reply.v1._gw.g", 4), ("reply.v1._gw.h", 2), ("reply.v1._gw.g", 1)]
     assert [frame.seq for frame in bench.frames() if frame.stream == "r1"] == [0, 1, 2]
@@ -88,10 +88,10 @@ async def test_a_turns_frames_for_one_subject_are_one_message() -> None:
 
 async def test_a_message_stays_under_the_limit() -> None:
     bench = Bench(max_payload=20_000)
-    stream = bench.outbox.open(request(), 1)
+    stream = bench.buffer.open(request(), 1)
     async with bench.running():
         chunks(bench, stream, 50, size=3000)
-        await bench.outbox.flushed()
+        await bench.buffer.flushed()
     assert max(bench.sizes) <= 20_000
     assert [frame.seq for frame in bench.frames()] == list(range(50))
 
@@ -101,10 +101,10 @@ async def test_a_message_stays_under_the_limit() -> None:
 def test_a_large_chunk_is_sent_in_parts_that_join_to_the_same_text(text: str) -> None:
     async def send() -> list[Frame]:
         bench = Bench(max_payload=4000)
-        stream = bench.outbox.open(request(), 1)
+        stream = bench.buffer.open(request(), 1)
         async with bench.running():
-            bench.outbox.send(stream, "chunk", msgspec.json.encode({"text": text}))
-            await bench.outbox.flushed()
+            bench.buffer.send(stream, "chunk", msgspec.json.encode({"text": text}))
+            await bench.buffer.flushed()
         assert max(bench.sizes) <= 4000
         return bench.frames()
 
@@ -118,11 +118,11 @@ def test_a_large_chunk_is_sent_in_parts_that_join_to_the_same_text(text: str) ->
 
 
 async def test_repair_comes_in_pages_and_only_for_the_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox_module, "PAGE_BYTES_MAX", 4 * (1000 + FRAME_BYTES))
+    monkeypatch.setattr(frame_buffer, "PAGE_BYTES_MAX", 4 * (1000 + FRAME_BYTES))
     bench = Bench()
-    stream = bench.outbox.open(request(), 1)
+    stream = bench.buffer.open(request(), 1)
     chunks(bench, stream, 10, size=1000)
-    answer = bench.outbox.read("t", FramesRequest(request_id="r1", attempt=1, from_seq=2))
+    answer = bench.buffer.read("t", FramesRequest(request_id="r1", attempt=1, from_seq=2))
     assert answer.known and answer.more
     assert [frame.seq for frame in answer.frames] == [2, 3, 4, 5]
     assert bench.kept("r1", 8) == [8, 9]
@@ -133,73 +133,73 @@ async def test_repair_comes_in_pages_and_only_for_the_tenant(monkeypatch: pytest
 
 async def test_frames_are_kept_a_while_after_the_end() -> None:
     bench = Bench()
-    chunks(bench, bench.outbox.open(request(), 1), 2)
-    bench.outbox.end(request(), 1)
+    chunks(bench, bench.buffer.open(request(), 1), 2)
+    bench.buffer.end(request(), 1)
     bench.seconds = KEEP_S - 1
-    bench.outbox.expire()
+    bench.buffer.expire()
     assert bench.kept("r1") == [0, 1]
     bench.seconds = KEEP_S + 1
-    bench.outbox.expire()
+    bench.buffer.expire()
     assert bench.kept("r1") is None
-    assert bench.outbox.kept_bytes == 0
+    assert bench.buffer.kept_bytes == 0
 
 
 async def test_kept_bytes_are_bounded_ended_attempts_first() -> None:
     weight = 1000 + FRAME_BYTES
     bench = Bench(kept_bytes_max=10 * weight)
-    chunks(bench, bench.outbox.open(request("r1"), 1), 4, size=1000)
-    bench.outbox.end(request("r1"), 1)
-    running = bench.outbox.open(request("r2"), 1)
+    chunks(bench, bench.buffer.open(request("r1"), 1), 4, size=1000)
+    bench.buffer.end(request("r1"), 1)
+    running = bench.buffer.open(request("r2"), 1)
     chunks(bench, running, 8, size=1000)
     assert bench.kept("r1") is None
     assert bench.kept("r2") == list(range(8))
     chunks(bench, running, 8, size=1000)
     assert bench.kept("r2", 0) is None, "a hole is never handed out"
     assert bench.kept("r2", 6) == list(range(6, 16))
-    assert bench.outbox.kept_bytes == 10 * weight
+    assert bench.buffer.kept_bytes == 10 * weight
 
 
 async def test_whoever_keeps_most_gives_up_its_oldest_frames() -> None:
     weight = 1000 + FRAME_BYTES
     bench = Bench(kept_bytes_max=10 * weight)
-    small, large = bench.outbox.open(request("r1"), 1), bench.outbox.open(request("r2"), 1)
+    small, large = bench.buffer.open(request("r1"), 1), bench.buffer.open(request("r2"), 1)
     chunks(bench, small, 2, size=1000)
     chunks(bench, large, 20, size=1000)
     chunks(bench, small, 1, size=1000)
     assert bench.kept("r1") == [0, 1, 2]
     assert bench.kept("r2", 13) == list(range(13, 20))
-    assert bench.outbox.kept_bytes == 10 * weight
+    assert bench.buffer.kept_bytes == 10 * weight
 
 
 async def test_nothing_follows_the_end() -> None:
     bench = Bench()
-    stream = bench.outbox.open(request("r1"), 1)
+    stream = bench.buffer.open(request("r1"), 1)
     async with bench.running():
-        bench.outbox.send(stream, "end")
-        bench.outbox.end(request("r1"), 1)
+        bench.buffer.send(stream, "end")
+        bench.buffer.end(request("r1"), 1)
         chunks(bench, stream, 3)
-        await bench.outbox.flushed()
+        await bench.buffer.flushed()
     assert [frame.kind for frame in bench.frames()] == ["end"]
-    assert bench.kept("r1") == [0] and bench.outbox.kept_bytes == FRAME_BYTES
+    assert bench.kept("r1") == [0] and bench.buffer.kept_bytes == FRAME_BYTES
 
 
 async def test_nothing_is_sent_after_close() -> None:
     bench = Bench()
-    stream = bench.outbox.open(request(), 1)
+    stream = bench.buffer.open(request(), 1)
     async with bench.running():
-        bench.outbox.send(stream, "accepted")
-        bench.outbox.close()
-        bench.outbox.send(stream, "chunk", b"{}")
-        await bench.outbox.flushed()
+        bench.buffer.send(stream, "accepted")
+        bench.buffer.close()
+        bench.buffer.send(stream, "chunk", b"{}")
+        await bench.buffer.flushed()
         await asyncio.sleep(0.01)
     assert bench.sent == []
 
 
 async def test_frames_never_leave_the_reply_subjects() -> None:
     bench = Bench()
-    stream = bench.outbox.open(request(subject="work.v1.m.v1.w-2"), 1)
+    stream = bench.buffer.open(request(subject="work.v1.m.v1.w-2"), 1)
     async with bench.running():
-        bench.outbox.send(stream, "accepted")
-        await bench.outbox.flushed()
+        bench.buffer.send(stream, "accepted")
+        await bench.buffer.flushed()
         await asyncio.sleep(0.01)
     assert bench.sent == []

@@ -1,4 +1,4 @@
-"""What the worker's core is told (events, past tense) and what it orders (effects, imperative)."""
+"""What the worker's core is told (events, past tense) and what it orders (effects, imperative). No decisions."""
 
 from typing import Any
 
@@ -27,6 +27,8 @@ class Joined(Event, frozen=True, kw_only=True):
 
 
 class EngineStarted(Event, frozen=True, kw_only=True):
+    """A new engine serves: sequences that it runs at once, and tokens that its KV cache holds."""
+
     slots: int
     kv_tokens: int
 
@@ -45,6 +47,8 @@ class EngineSampled(Event, frozen=True, kw_only=True):
 
 
 class WorkPulled(Event, frozen=True, kw_only=True):
+    """An attempt came out of WORK, perhaps not for the first time."""
+
     item: WorkItem
     delivery: int
     """Number in the stream, by which it is acknowledged."""
@@ -61,7 +65,7 @@ class AttemptEnded(Event, frozen=True, kw_only=True):
     failure: EngineFailure | None = None
 
 
-class EventDecided(Event, frozen=True, kw_only=True):
+class EventStored(Event, frozen=True, kw_only=True):
     """The attempt's terminal event is stored: this worker's (``won``) or somebody else's."""
 
     key: Key
@@ -69,17 +73,19 @@ class EventDecided(Event, frozen=True, kw_only=True):
 
 
 class ControlAsked(Event, frozen=True, kw_only=True):
+    """An order came from a scheduler."""
+
     request: ControlRequest
     asker: Any
-    """Whom the Answer goes to; only handed back."""
+    """Whom AnswerControl goes to; only handed back."""
 
 
 class DrainStarted(Event, frozen=True, kw_only=True):
-    pass
+    """The graceful drain begins: what runs may finish, nothing new starts."""
 
 
 class GraceEnded(Event, frozen=True, kw_only=True):
-    pass
+    """The time for the graceful drain is over."""
 
 
 # Effects ---------------------------------------------------------------------------------------------------
@@ -104,7 +110,7 @@ class StopAttempt(Effect, frozen=True, kw_only=True):
 
 
 class StoreEvent(Effect, frozen=True, kw_only=True):
-    """Store it unless another one is; EventDecided must follow, once it is known which."""
+    """Store it unless another one is; EventStored must follow, once it is known which."""
 
     key: Key
     event: AttemptEvent
@@ -118,7 +124,7 @@ class CloseStream(Effect, frozen=True, kw_only=True):
 
 
 class AckWork(Effect, frozen=True, kw_only=True):
-    """The request is over: its message leaves WORK."""
+    """The request is settled: its message leaves WORK."""
 
     delivery: int
 
@@ -129,16 +135,20 @@ class LeaveWork(Effect, frozen=True, kw_only=True):
     delivery: int
 
 
-class Answer(Effect, frozen=True, kw_only=True):
+class AnswerControl(Effect, frozen=True, kw_only=True):
+    """Answer an order."""
+
     asker: Any
     answer: ControlAnswer
 
 
-class Beat(Effect, frozen=True, kw_only=True):
-    """A heartbeat at once: something changed that the scheduler waits for."""
+class SendHeartbeat(Effect, frozen=True, kw_only=True):
+    """Send one at once: something changed that the scheduler waits for."""
 
 
 class RebuildEngine(Effect, frozen=True, kw_only=True):
+    """Close the engine and build another one."""
+
     reason: str
 
 

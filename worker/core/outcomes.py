@@ -1,4 +1,7 @@
-"""How an attempt ends, and what that reads like: the terminal event and the frame that closes the stream."""
+"""Outcomes of attempts, and how they read: the terminal event, and the frame that closes the stream.
+
+Which outcome an attempt has is decided in `core`; what follows a retryable one is the scheduler's to say.
+"""
 
 from typing import Literal
 
@@ -16,10 +19,10 @@ ERROR_MESSAGE_MAX = 500
 """Characters of an engine's message that are kept."""
 
 
-class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """How an attempt ends; decided once."""
+class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How an attempt ends, decided once. ``code``: of contracts.errors.TABLE; ``status``: the engine's, of HTTP."""
 
-    outcome: Outcome
+    kind: Outcome
     code: str = ""
     message: str = ""
     param: str | None = None
@@ -29,15 +32,33 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     engine_death: bool = False
 
 
-SHUTTING_DOWN = Ending(outcome="failed", code="shutting_down", message="the worker is shutting down", retry="unsent")
-NO_ENGINE = Ending(outcome="failed", code="unavailable", message="the worker's engine is down", retry="always")
-STALLED = Ending(outcome="failed", code="engine_error", message="the generation makes no progress", retry="always")
+COMPLETED = AttemptOutcome(kind="completed")
+SHUTTING_DOWN = AttemptOutcome(
+    kind="failed", code="shutting_down", message="the worker is shutting down", retry="unsent"
+)
+NO_ENGINE = AttemptOutcome(kind="failed", code="unavailable", message="the worker's engine is down", retry="always")
+STALLED = AttemptOutcome(kind="failed", code="engine_error", message="the generation makes no progress", retry="always")
 
 
-def failed(failure: EngineFailure) -> Ending:
-    """The ending of a generation that raised ``failure``."""
-    return Ending(
-        outcome="failed",
+def cancelled(reason: str) -> AttemptOutcome:
+    """Stopped by the scheduler's order."""
+    return AttemptOutcome(kind="cancelled", code="cancelled", message=reason)
+
+
+def other_tokenizer(theirs: str, ours: str) -> AttemptOutcome:
+    """The prompt was counted by another tokenizer than this worker's; both by their fingerprints."""
+    return AttemptOutcome(
+        kind="failed",
+        code="unavailable",
+        message=f"tokenizer mismatch: counted by {theirs[:16]}, served by {ours[:16]}",
+        retry="always",
+    )
+
+
+def failed(failure: EngineFailure) -> AttemptOutcome:
+    """The generation raised ``failure``."""
+    return AttemptOutcome(
+        kind="failed",
         code=failure.code if failure.code in TABLE else "engine_error",
         message=failure.message[:ERROR_MESSAGE_MAX],
         param=failure.param,
@@ -47,8 +68,8 @@ def failed(failure: EngineFailure) -> Ending:
     )
 
 
-def engine_lost(reason: str) -> Ending:
-    """The ending of all that ran in an engine that died or hangs."""
+def engine_lost(reason: str) -> AttemptOutcome:
+    """Of all that ran in an engine that died or hangs."""
     return failed(EngineFailure("engine_error", reason, retryable=True, engine_death=True))
 
 
@@ -60,7 +81,7 @@ def reserved_tokens(request: RequestEnvelope) -> int:
 def terminal_event(
     item: WorkItem,
     counts: Counts,
-    ending: Ending,
+    outcome: AttemptOutcome,
     *,
     worker: str,
     frames: int,
@@ -74,22 +95,22 @@ def terminal_event(
     """
     request = item.request
     unsent = not (request.stream and chunks)
-    retryable = ending.retry == "always" or (ending.retry == "unsent" and unsent)
-    cancelled = ending.outcome == "cancelled"
+    retryable = outcome.retry == "always" or (outcome.retry == "unsent" and unsent)
+    billable = outcome.kind == "completed" or (outcome.kind == "cancelled" and counts.completion_tokens > 0)
     return AttemptEvent(
         **fields_of(RequestFacts, request),
         **fields_of(TokenCounts, counts),
         attempt=item.attempt,
         version=item.version,
-        outcome=ending.outcome,
+        outcome=outcome.kind,
         reporter="worker",
         worker=worker,
-        finish_reason="" if ending.outcome == "failed" else counts.finish_reason,
-        error_code=ending.code,
-        error_message=ending.message,
+        finish_reason="" if outcome.kind == "failed" else counts.finish_reason,
+        error_code=outcome.code,
+        error_message=outcome.message,
         retryable=retryable,
-        engine_death=ending.engine_death,
-        billable=ending.outcome == "completed" or (cancelled and counts.completion_tokens > 0),
+        engine_death=outcome.engine_death,
+        billable=billable,
         reasoning_tokens=counts.reasoning_tokens,
         reserved_tokens=reserved_tokens(request),
         last_seq=frames - 1 if retryable else frames,
@@ -101,8 +122,8 @@ def terminal_event(
     )
 
 
-def closing_data(ending: Ending, event: AttemptEvent) -> EndData | ErrorData:
+def closing_data(outcome: AttemptOutcome, event: AttemptEvent) -> EndData | ErrorData:
     """What the frame that closes the stream says: the same as the stored event."""
-    if ending.outcome == "failed":
-        return ErrorData(code=ending.code, message=ending.message, param=ending.param, status=ending.status)
+    if outcome.kind == "failed":
+        return ErrorData(code=outcome.code, message=outcome.message, param=outcome.param, status=outcome.status)
     return event.end

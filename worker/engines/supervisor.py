@@ -21,7 +21,7 @@ CLOSE_S = 15.0
 _log = structlog.get_logger()
 
 
-class EngineKeeper:
+class EngineSupervisor:
     """``build`` makes a new engine, not yet started. What happens to it is told to ``tell``."""
 
     def __init__(self, build: Callable[[], Engine], tell: Callable[[Event], None], *, check_timeout_s: float) -> None:
@@ -39,7 +39,7 @@ class EngineKeeper:
     def stats(self) -> EngineStats:
         return self.engine.stats() if self.engine else EngineStats()
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         """Build, start, wait for the loss, close, and again; until cancelled."""
         pause = REBUILD_S
         while True:

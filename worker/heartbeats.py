@@ -1,0 +1,74 @@
+"""What a worker tells of itself: heartbeats on the bus, and the same figures as metrics."""
+
+import asyncio
+from contextlib import suppress
+
+import structlog
+
+from contracts import subjects
+from contracts.bus import Bus, BusError
+from contracts.messages.base import Codec
+from contracts.messages.control import WorkerHeartbeat
+from contracts.messages.records import Manifest
+from worker import metrics
+from worker.core.core import WorkerCore
+from worker.engines.supervisor import EngineSupervisor
+
+HEARTBEAT_S = 0.5
+BURST_S = 0.02
+"""Between two heartbeats: a burst of ends makes one."""
+
+_log = structlog.get_logger()
+_heartbeat: Codec[WorkerHeartbeat] = Codec(WorkerHeartbeat)
+
+
+class Heartbeats:
+    """``run`` must be running. Without a name or a bus only the metrics are kept."""
+
+    def __init__(self, bus: Bus, manifest: Manifest, core: WorkerCore, supervisor: EngineSupervisor) -> None:
+        self._bus = bus
+        self._manifest = manifest
+        self._core = core
+        self._supervisor = supervisor
+        self._notified = asyncio.Event()
+
+    def notify(self) -> None:
+        """Send one at once."""
+        self._notified.set()
+
+    async def run(self) -> None:
+        """Send one each HEARTBEAT_S and when notified, until cancelled."""
+        while True:
+            self._notified.clear()
+            await self._send()
+            await asyncio.sleep(BURST_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S - BURST_S):
+                    await self._notified.wait()
+
+    async def _send(self) -> None:
+        core, attempts, model = self._core, self._core.attempts, self._manifest.name
+        engine, stats = self._supervisor.engine, self._supervisor.stats()
+        metrics.observe(model, stats, in_flight=len(attempts), kv_tokens=attempts.kv_tokens)
+        if not core.worker or not self._bus.connected:
+            return
+        heartbeat = WorkerHeartbeat(
+            worker=core.worker,
+            model=model,
+            version=self._manifest.version,
+            state=core.state,
+            epoch=core.epoch,
+            slots=attempts.slots,
+            kv_tokens=attempts.kv_tokens,
+            kv_tokens_used=stats.kv_tokens_used,
+            context=engine.context if engine else 0,
+            running=stats.running,
+            waiting=stats.waiting + attempts.waiting,
+            prefill_tokens_total=stats.prefill_tokens_total,
+            decode_tokens_total=stats.decode_tokens_total,
+            in_flight=core.progress(),
+        )
+        try:
+            await self._bus.publish(subjects.worker_heartbeat(model, core.worker), _heartbeat.encode(heartbeat))
+        except BusError as error:
+            _log.warning("heartbeat_not_sent", worker=core.worker, error=str(error))
