@@ -1,4 +1,4 @@
-# Headrace: `make run` serves a small real model on this machine, `make test` runs every test that needs no GPU.
+# Headrace: `make run` serves a small real model on this machine, `make test` tests every package.
 #
 #   PYTHON=python3.12     which Python makes .venv (3.11 or newer)
 #   TORCH_INDEX=ADDRESS   index of PyTorch's CPU build, asked when pip's own sources do not have it; empty: none
@@ -20,7 +20,7 @@ STAMP := .venv/.installed
 LOCKS := compose/deploy/locks
 CODE := contracts gateway scheduler worker ledger compose
 
-.PHONY: help .venv run test lint format chaos explore bench clean
+.PHONY: help .venv run test test-all lint format chaos explore bench clean
 
 help: ## show this list
 	@grep -hE '^[.a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([.a-z]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -45,8 +45,11 @@ $(STAMP): pyproject.toml $(wildcard $(LOCKS)/*.txt) compose/deploy/install.sh
 run: .venv ## serve on this machine, chat at http://127.0.0.1:8080 (ARGS="--engine simulated ...")
 	@exec $(BIN)/headrace up $(ARGS)
 
-test: .venv ## every test that needs no GPU (ARGS="-k name")
-	@$(BIN)/python -m pytest tests $(ARGS)
+test: .venv ## every package and the main job with the real vLLM (ARGS="-k name", ARGS=tests/bus)
+	@$(BIN)/python -m tests.support.suite $(ARGS)
+
+test-all: .venv ## every test that needs no GPU: the long ones and all of vLLM too
+	@$(BIN)/python -m tests.support.suite --all $(ARGS)
 
 lint: .venv ## ruff, mypy, and what may import what
 	@$(BIN)/ruff check .

@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 import structlog
 
+from compose.stack import models
 from tests.support.nats_server import NatsServer, nats_server_binary
+from tests.support.nginx import nginx_before
+from tests.support.own_failure import own_failure
 from tests.support.stack import Stack, StartStack
+from tests.support.vllm import VLLM_START_LIMIT_S, Direct, embedder
+
+pytest_plugins = ["tests.support.plugin"]
 
 
 def pytest_configure() -> None:
@@ -54,8 +60,72 @@ def start_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartStack
 
 
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """The session's stack with the defaults; leave it as it is."""
     stack = Stack(tmp_path_factory.mktemp("stack") / "data", "--engine", "simulated").wait_ready()
     yield stack
-    stack.stop(signal.SIGTERM)
+    with own_failure(request.config, "the session's stack: its end, and what its services were denied"):
+        stack.stop(signal.SIGTERM)
+
+
+@pytest.fixture
+def nginx(stack: Stack, tmp_path: Path) -> Iterator[str]:
+    """Address of an nginx before the session's stack."""
+    with nginx_before(stack.run.url, tmp_path) as url:
+        yield url
+
+
+# The real vLLM ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def _vllm(
+    request: pytest.FixtureRequest, model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Stack, Direct]]:
+    """All engines at once, so that their starts overlap."""
+    directory = tmp_path_factory.mktemp("vllm")
+    embedding_model = embedder(model_path, directory / "embedder")
+    options = ("--model", models.DEFAULT_MODEL, "--model", str(embedding_model))
+    direct = Direct(model_path, directory / "direct.log")
+    try:
+        stack = Stack(directory / "data", *options).wait_ready(VLLM_START_LIMIT_S)
+        with own_failure(request.config, "vLLM's stack: its end, and what its services were denied"):
+            try:
+                direct.wait_ready()
+                yield stack, direct
+            finally:
+                stack.stop(signal.SIGTERM)
+    finally:
+        if direct.process.poll() is None:
+            direct.stop()
+
+
+@pytest.fixture(scope="session")
+def vllm_stack(_vllm: tuple[Stack, Direct]) -> Stack:
+    """A stack that serves the small real model, and as ``embedder`` its embeddings; leave it as it is."""
+    return _vllm[0]
+
+
+@pytest.fixture(scope="session")
+def direct(_vllm: tuple[Stack, Direct]) -> Direct:
+    """vLLM's own server of the same model."""
+    return _vllm[1]
+
+
+@pytest.fixture(scope="session")
+def real_stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A stack that serves the small real model: ``vllm_stack`` where that is wanted too, else one with one engine."""
+    if any("vllm_stack" in item.fixturenames for item in request.session.items if isinstance(item, pytest.Function)):
+        yield request.getfixturevalue("vllm_stack")
+        return
+    directory = tmp_path_factory.mktemp("real") / "data"
+    stack = Stack(directory, "--model", models.DEFAULT_MODEL).wait_ready(VLLM_START_LIMIT_S)
+    yield stack
+    with own_failure(request.config, "the real stack: its end, and what its services were denied"):
+        stack.stop(signal.SIGTERM)
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """The small real model, converted once and cached."""
+    return models.prepare(models.DEFAULT_MODEL, progress=print).path

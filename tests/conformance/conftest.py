@@ -1,4 +1,4 @@
-"""The engines that the suite runs over."""
+"""The engines that the suite runs over: one of each kind for all tests, since vLLM takes long to start."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from compose.stack import models
-from tests.support.asking import MODEL, SLOTS, VLLM_MARKS, Asker
-from worker.engines.base import Engine
+from tests.support.asking import MODEL, SLOTS, VLLM_MARKS, Asker, running
 from worker.engines.simulated.engine import SimConfig, SimulatedEngine
 from worker.engines.vllm.arguments import VllmConfig
 from worker.engines.vllm.engine import VllmEngine
@@ -16,25 +14,21 @@ from worker.engines.vllm.engine import VllmEngine
 KINDS = ["simulated", pytest.param("vllm", marks=VLLM_MARKS)]
 
 
-@pytest.fixture(scope="session")
-def model_path() -> Path:
-    """The small real model, converted once and cached."""
-    return models.prepare(models.DEFAULT_MODEL, progress=print).path
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def simulated() -> AsyncIterator[Asker]:
+    async with running(SimulatedEngine(SimConfig(model=MODEL, slots=SLOTS, itl_ms=5, context=8192))) as engine:
+        yield Asker("simulated", engine)
 
 
-def make_engine(kind: str, request: pytest.FixtureRequest) -> Engine:
-    if kind == "simulated":
-        return SimulatedEngine(SimConfig(model=MODEL, slots=SLOTS, itl_ms=5, context=8192))
-    path = request.getfixturevalue("model_path")
-    return VllmEngine(VllmConfig(model_path=str(path), public_name=MODEL, slots=SLOTS))
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def vllm(model_path: Path) -> AsyncIterator[Asker]:
+    config = VllmConfig(model_path=str(model_path), public_name=MODEL, slots=SLOTS, check_timeout_s=5)
+    async with running(VllmEngine(config)) as engine:
+        yield Asker("vllm", engine)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
-async def asker(request: pytest.FixtureRequest) -> AsyncIterator[Asker]:
-    """One engine for all tests of a module: vLLM takes half a minute to start."""
-    engine = make_engine(request.param, request)
-    await engine.start()
-    try:
-        yield Asker(request.param, engine)
-    finally:
-        await engine.close()
+@pytest.fixture(scope="session", params=KINDS)
+def asker(request: pytest.FixtureRequest) -> Asker:
+    """Each kind."""
+    asker: Asker = request.getfixturevalue(request.param)
+    return asker

@@ -9,7 +9,7 @@ from tests.support.asking import MODEL, SLOTS, Answer, Asker
 from tests.support.polling import until
 from worker.engines.base import Counts, EngineFailure
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PROMPT = "one two three four five six"
 LONG_PROMPT = "the same words again and again " * 30

@@ -5,21 +5,17 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import pytest_asyncio
 
-from tests.support.asking import MODEL, SLOTS, VLLM_MARKS, Asker
+from tests.support.asking import VLLM_MARKS, Asker
 from tests.support.polling import until
 from worker.engines.base import Counts, EngineFailure
-from worker.engines.vllm.arguments import VllmConfig
-from worker.engines.vllm.engine import VllmEngine
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), *VLLM_MARKS]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), *VLLM_MARKS]
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 CITY: dict[str, Any] = {
@@ -28,17 +24,6 @@ CITY: dict[str, Any] = {
     "required": ["city", "people"],
     "additionalProperties": False,
 }
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def vllm(model_path: Path) -> AsyncIterator[Asker]:
-    config = VllmConfig(model_path=str(model_path), public_name=MODEL, slots=SLOTS, check_timeout_s=5)
-    engine = VllmEngine(config)
-    await engine.start()
-    try:
-        yield Asker("vllm", engine)
-    finally:
-        await engine.close()
 
 
 async def test_the_answer_names_paris(vllm: Asker) -> None:

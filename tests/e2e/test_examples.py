@@ -16,8 +16,6 @@ from tests.support.nats_server import free_port
 from tests.support.polling import wait_until
 from tests.support.stack import ENVIRONMENT, Stack, StartStack
 
-pytestmark = pytest.mark.slow
-
 SUMMARY = " ".join(f"t{number}" for number in range(200))
 
 

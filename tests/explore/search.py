@@ -20,7 +20,7 @@ import gc
 import os
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import groupby
 from multiprocessing import get_context
@@ -108,11 +108,11 @@ class Search:
         self._numbers: dict[Action, int] = {}
         self.first = first_world(parts, scenario)
 
-    def run(self, until: float) -> Iterator[Level]:
-        """Level by level until the monotonic time ``until``. Raises Found."""
+    def run(self, until: float, most: int | None = None) -> Iterator[Level]:
+        """Level by level, with at most ``most`` faults and leaves, until the monotonic time ``until``. Raises Found."""
         before: list[list[Node]] = []
         try:
-            for count in range(self._last + 1):
+            for count in range((self._last if most is None else most) + 1):
                 level = Level(self._scenario.name, count)
                 known = len(self._visited)
                 before = self._explore(level, before, until)
@@ -234,12 +234,15 @@ def first_world(parts: Parts, scenario: Scenario) -> World:
     return world
 
 
-def explore(seconds: float, scenarios: tuple[Scenario, ...] = SCENARIOS) -> Iterator[Level]:
-    """Search the scenarios within ``seconds``, as many at once as there are processors. Raises Found."""
+def explore(seconds: float, scenarios: Sequence[Scenario] = SCENARIOS, most: int | None = None) -> Iterator[Level]:
+    """Search the scenarios within ``seconds``, as many at once as there are processors. Raises Found.
+
+    ``most`` bounds the faults and leaves below what the scenarios allow.
+    """
     processes = min(len(scenarios), os.cpu_count() or 1)
     share = seconds * processes / len(scenarios)
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        searches = [pool.submit(_search, scenario, share) for scenario in scenarios]
+        searches = [pool.submit(_search, scenario, share, most) for scenario in scenarios]
         for search in as_completed(searches):
             levels, found = search.result()
             yield from levels
@@ -248,10 +251,12 @@ def explore(seconds: float, scenarios: tuple[Scenario, ...] = SCENARIOS) -> Iter
                 raise Found(*found)
 
 
-def _search(scenario: Scenario, seconds: float) -> tuple[list[Level], tuple[Violation, list[str]] | None]:
+def _search(
+    scenario: Scenario, seconds: float, most: int | None
+) -> tuple[list[Level], tuple[Violation, list[str]] | None]:
     levels: list[Level] = []
     try:
-        levels.extend(Search(Parts(), scenario).run(time.monotonic() + seconds))
+        levels.extend(Search(Parts(), scenario).run(time.monotonic() + seconds, most))
     except Found as found:
         return levels, (found.violation, found.steps)
     return levels, None

@@ -8,25 +8,31 @@ import pytest
 from tests.explore import mutants
 from tests.explore.parts import Parts
 from tests.explore.records import Scenario
-from tests.explore.search import Found, Search, explore
+from tests.explore.search import SCENARIOS, Found, Search, explore
 
-SECONDS = float(os.environ.get("HEADRACE_EXPLORE_S", "60"))
+SECONDS = float(os.environ.get("HEADRACE_EXPLORE_S", "20"))
+ENOUGH_S = 600.0
+"""Far more than a search takes that must be complete."""
 MUTANT_S = 60.0
 """Bound for one mutant; each takes seconds."""
-
-STREAM = Scenario("one stream", (True,))
-ANSWER = Scenario("one answer", (False,))
-POISON = Scenario("poison", (True,), leaves=0, poison=True)
+STREAM, ANSWER, POISON, TWO = SCENARIOS
 
 
-def test_no_history_breaks_a_rule(capsys: pytest.CaptureFixture[str]) -> None:
-    levels = []
+@pytest.mark.parametrize(("scenarios", "most"), [((STREAM, ANSWER, POISON), 1), ((TWO,), 0)], ids=["one", "two"])
+def test_no_history_with_so_many_faults_breaks_a_rule(scenarios: tuple[Scenario, ...], most: int) -> None:
+    """One request with at most one fault, two requests without any: all histories."""
+    levels = [*explore(ENOUGH_S, scenarios, most)]
+    print(*levels, sep="\n")
+    found = [(level.scenario, level.faults) for level in levels if level.complete]
+    assert sorted(found) == sorted((it.name, faults) for it in scenarios for faults in range(most + 1))
+
+
+def test_no_history_within_the_time_breaks_a_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    """With more faults there are too many histories for all of them."""
     for level in explore(SECONDS):
-        levels.append(level)
+        assert level.states > 0
         with capsys.disabled():
             print(f"\n  explored: {level}", end="")
-    assert all(level.states > 0 for level in levels)
-    assert all(level.complete for level in levels if level.faults == 0)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """How the suite asks an engine, and what it gathers."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -18,6 +20,16 @@ VLLM_MARKS = [
     # vLLM, torch and their imports warn of each other.
     pytest.mark.filterwarnings("ignore"),
 ]
+
+
+@asynccontextmanager
+async def running(engine: Engine) -> AsyncIterator[Engine]:
+    """The engine, started and in the end closed."""
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
 
 
 class Answer:

@@ -17,10 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from compose.stack import models
 from compose.stack.data_dir import DataDir, Run
 from compose.stack.processes import die_with
-from tests.support.nats_server import free_port
 
 ROOT = Path(__file__).parents[2]
 HEADRACE = [sys.executable, "-m", "compose.cli.main"]
@@ -148,72 +146,3 @@ class Stack:
 
 
 StartStack = Callable[..., Stack]
-
-
-# The real vLLM ---------------------------------------------------------------------------------------------
-
-VLLM_START_LIMIT_S = 400.0
-"""Half a minute for one engine on two idle cores; here three start at once."""
-_POOLING = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
-_MODULES = [
-    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-]
-
-
-class Direct:
-    """vLLM's own server of the same model with the worker's arguments, without Headrace."""
-
-    def __init__(self, model_path: Path, log: Path) -> None:
-        from worker.engines.vllm.arguments import VllmConfig, engine_arguments, engine_environment
-
-        port = free_port()
-        config = VllmConfig(model_path=str(model_path), public_name=models.DEFAULT_MODEL, omp_threads_bind="0")
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host=127.0.0.1", f"--port={port}"]
-        parent = os.getpid()
-        self.url = f"http://127.0.0.1:{port}"
-        self.log = log
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [*command, *engine_arguments(config)],
-                env=ENVIRONMENT | engine_environment(config),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=lambda: die_with(parent),  # noqa: PLW1509
-            )
-
-    def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=120, trust_env=False)
-
-    def wait_ready(self) -> None:
-        deadline = time.monotonic() + VLLM_START_LIMIT_S
-        while True:
-            try:
-                if httpx.get(f"{self.url}/health", trust_env=False).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.stop()
-                pytest.fail(f"vLLM's own server did not start:\n{self.log.read_text()[-3000:]}")
-            time.sleep(0.2)
-
-    def stop(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-
-
-def embedder(path: Path, directory: Path) -> Path:
-    """The same weights as a model of sentence-transformers that takes the last token's state."""
-    (directory / "1_Pooling").mkdir(parents=True)
-    for file in path.iterdir():
-        (directory / file.name).symlink_to(file)
-    (directory / "modules.json").write_text(json.dumps(_MODULES))
-    (directory / "1_Pooling" / "config.json").write_text(json.dumps(_POOLING | {"word_embedding_dimension": 576}))
-    return directory

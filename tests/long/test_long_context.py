@@ -4,7 +4,6 @@ import asyncio
 import json
 
 import httpx
-import pytest
 
 from contracts import topology
 from contracts.bus import Bus
@@ -14,7 +13,6 @@ TOKENS = 1_000_000
 SETTINGS = ("--sim-context", "1048576", "--sim-kv-tokens", "2097152", "--sim-prefill-tps", "1000000")
 
 
-@pytest.mark.slow
 async def test_a_million_tokens_are_counted_carried_and_answered(start_stack: StartStack) -> None:
     stack = start_stack(*SETTINGS)
     text = " ".join(f"w{number % 99991}" for number in range(TOKENS - 4))

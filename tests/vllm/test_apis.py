@@ -9,10 +9,8 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.test_vllm import CITY, MODEL, counted, post, sdk
-from tests.support.stack import Direct, Stack
-
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+from tests.support.stack import Stack
+from tests.support.vllm import CITY, MODEL, Direct, counted, post, sdk
 
 QUESTION = "What is the capital of France?"
 FUNCTION: dict[str, Any] = {"type": "function", "name": "remember_city", "parameters": CITY, "strict": True}

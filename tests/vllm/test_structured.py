@@ -6,11 +6,8 @@ import random
 from typing import Any
 
 import jsonschema
-import pytest
 
 from tests.support.stack import Stack
-
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 SCHEMAS = 100
 SEED = 20261129

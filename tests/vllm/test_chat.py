@@ -14,23 +14,9 @@ from pydantic import SecretStr
 
 from contracts.client.client import Client
 from tests.support.polling import wait_until
-from tests.support.stack import Direct, Stack
+from tests.support.stack import Stack
+from tests.support.vllm import CITY, FRANCE, GREEDY, MODEL, Direct, counted, post, sdk
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-MODEL = "smollm2-135m-instruct"
-FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
-GREEDY: dict[str, Any] = {"model": MODEL, "messages": FRANCE, "temperature": 0, "max_tokens": 40}
-CITY: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 20},
-        # A small model at temperature 1 would go on with digits until it is cut.
-        "people": {"type": "integer", "minimum": 0, "maximum": 99_999_999},
-    },
-    "required": ["city", "people"],
-    "additionalProperties": False,
-}
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "remember_city", "description": "Keep a city.", "parameters": CITY}},
     {"type": "function", "function": {"name": "forget", "parameters": {"type": "object", "properties": {}}}},
@@ -71,21 +57,6 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
     "long": {"messages": [{"role": "user", "content": "Wörter und words, 1234 times. " * 150}]},
     "schema": {"messages": FRANCE, "response_format": {"type": "json_object"}},
 }
-
-
-def sdk(stack: Stack, key: str | None = None, **options: Any) -> openai.OpenAI:
-    """The official SDK, without retries unless they are asked for."""
-    client = httpx.Client(trust_env=False, timeout=120)
-    options = {"max_retries": 0} | options
-    return openai.OpenAI(base_url=f"{stack.run.url}/v1", api_key=key or stack.run.key, http_client=client, **options)
-
-
-def post(stack: Stack, path: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
-    with stack.client() as client:
-        response = client.post(path, json=body, timeout=120)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
 
 
 def text_of(answer: dict[str, Any]) -> str:
@@ -134,15 +105,6 @@ def test_prompt_tokens_are_counted_as_vllm_counts_them_and_the_text_is_the_same(
     assert answer["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
     assert answer["usage"]["completion_tokens"] == alone["usage"]["completion_tokens"]
     assert counted(vllm_stack, body) == alone["usage"]["prompt_tokens"]
-
-
-def counted(stack: Stack, body: dict[str, Any], path: str = "/v1/chat/completions", room: str = "max_tokens") -> int:
-    """Prompt tokens by the gateway's count, which it names when the answer would not fit."""
-    with stack.client() as client:
-        response = client.post(path, json=body | {room: 1_000_000})
-    message = response.json()["error"]["message"]
-    assert response.status_code == 400 and "maximum context length" in message, message
-    return int(message.split("you asked for ")[1].split(" tokens")[0]) - 1_000_000
 
 
 def test_a_completion_is_the_same_as_vllms_for_texts_and_token_ids(vllm_stack: Stack, direct: Direct) -> None:

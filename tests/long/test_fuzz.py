@@ -129,7 +129,6 @@ async def published(stack: Stack) -> int:
         await bus.close()
 
 
-@pytest.mark.slow
 async def test_mutated_bodies(start_stack: StartStack) -> None:
     stack = start_stack("--sim-itl-ms", "0", "--sim-context", "512", "--sim-prefill-tps", "1000000")
     chance = random.Random(SEED)

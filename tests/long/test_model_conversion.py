@@ -7,7 +7,6 @@ import pytest
 from compose.stack import models
 
 
-@pytest.mark.slow
 def test_two_conversions_are_equal_byte_for_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default model is a function of its source: any machine's copy has the same version."""
     pytest.importorskip("torch", reason="the CPU engine is not installed")

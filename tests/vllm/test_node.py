@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_vllm import MODEL
 from tests.support.stack import Stack
-
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+from tests.support.vllm import MODEL
 
 SCRIPT = Path(__file__).parent / "node" / "chat.mjs"
 INSTALL_LIMIT_S = 90

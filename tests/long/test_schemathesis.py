@@ -1,0 +1,44 @@
+"""A running stack against its own OpenAPI document: no 5xx, no status, header or body that is not documented."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.stack import StartStack
+
+HOOKS = "tests.long.schemathesis_hooks"
+LIMIT_S = 25
+
+
+@pytest.mark.parametrize("key", ["key", "admin_key"])
+def test_schemathesis_finds_nothing(start_stack: StartStack, tmp_path: Path, key: str) -> None:
+    """As a tenant and as an administrator. What is within the schema may still be refused, as documented."""
+    stack = start_stack("--sim-itl-ms", "0", "--sim-context", "512")
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{stack.run.url}/openapi.json"]
+    command += [
+        "-H",
+        f"Authorization: Bearer {getattr(stack.run, key)}",
+        "--generation-with-security-parameters",
+        "false",
+    ]
+    command += ["--exclude-checks", "positive_data_acceptance", "--phases", "examples,coverage,fuzzing"]
+    command += ["--max-time", str(LIMIT_S), "--max-examples", "20", "--request-timeout", "20", "--workers", "2"]
+    command += ["--generation-database", "none", "--no-color", "--warnings", "off"]
+    for _ in range(3):
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=os.environ | {"SCHEMATHESIS_HOOKS": HOOKS, "PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True,
+            text=True,
+            timeout=4 * LIMIT_S,
+            check=False,
+        )
+        if "AST constructor recursion depth mismatch" not in done.stdout:
+            break  # A defect of CPython 3.11's parser, which ends the tool now and then.
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr
+    assert httpx.get(f"{stack.run.url}/health/ready", trust_env=False).status_code == 200
