@@ -21,7 +21,7 @@ def submit(
 ) -> None:
     """Chat once, as an internal service does: over the bus."""
     from contracts import registry
-    from contracts.client.client import Client
+    from contracts.client import Client
 
     registry.check_name("tenant name", tenant)
     limit = {} if max_tokens is None else {"max_tokens": max_tokens}

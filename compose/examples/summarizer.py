@@ -30,8 +30,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
-from contracts.client.answers import ChatChunk
-from contracts.client.client import Client, Stream
+from contracts.client import ChatChunk, Client, ClientStream
 from contracts.errors import HeadraceError
 
 DEADLINE_MS = 10_000
@@ -93,7 +92,9 @@ async def unless_gone(request: Request, chunks: AsyncIterator[ChatChunk]) -> Cha
         gone.cancel()
 
 
-async def pieces(first: ChatChunk, chunks: AsyncIterator[ChatChunk], stream: Stream[ChatChunk]) -> AsyncIterator[str]:
+async def pieces(
+    first: ChatChunk, chunks: AsyncIterator[ChatChunk], stream: ClientStream[ChatChunk]
+) -> AsyncIterator[str]:
     """The summary; the task that reads this is cancelled when the caller leaves, and so is the generation then."""
     yield first.text
     async for chunk in chunks:

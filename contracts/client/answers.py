@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 
-class Answer(msgspec.Struct, kw_only=True):
+class ApiObject(msgspec.Struct, kw_only=True):
     """Base. ``raw`` is the whole JSON object as it came, fields that have no name here included."""
 
     id: str = ""
@@ -40,7 +40,7 @@ class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Any = None
 
 
-class ChatChunk(Answer):
+class ChatChunk(ApiObject):
     """One chunk of a streamed chat."""
 
     choices: list[ChunkChoice] = []
@@ -58,7 +58,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Any = None
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ApiObject):
     """A whole chat answer."""
 
     choices: list[ChatChoice] = []
@@ -76,7 +76,7 @@ class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Any = None
 
 
-class CompletionChunk(Answer):
+class CompletionChunk(ApiObject):
     """One chunk of a streamed completion, or a whole completion."""
 
     choices: list[TextChoice] = []
@@ -90,7 +90,7 @@ class CompletionChunk(Answer):
 # Responses -------------------------------------------------------------------------------------------------
 
 
-class ResponseEvent(Answer):
+class ResponseEvent(ApiObject):
     """One event of a streamed response, such as ``response.output_text.delta``."""
 
     type: str
@@ -104,7 +104,7 @@ class ResponseEvent(Answer):
         return str(self.delta) if self.type == "response.output_text.delta" else ""
 
 
-class ResponseAnswer(Answer):
+class ResponseAnswer(ApiObject):
     """A whole response."""
 
     status: str = ""
@@ -121,7 +121,7 @@ class ResponseAnswer(Answer):
 # Messages --------------------------------------------------------------------------------------------------
 
 
-class MessageEvent(Answer):
+class MessageEvent(ApiObject):
     """One event of a streamed message, such as ``content_block_delta``."""
 
     type: str
@@ -138,7 +138,7 @@ class MessageEvent(Answer):
         return str(delta["text"]) if delta.get("type") == "text_delta" else ""
 
 
-class MessageAnswer(Answer):
+class MessageAnswer(ApiObject):
     """A whole message."""
 
     content: list[dict[str, Any]] = []
@@ -159,7 +159,7 @@ class Embedding(msgspec.Struct, frozen=True, kw_only=True):
     index: int = 0
 
 
-class EmbeddingsAnswer(Answer):
+class EmbeddingsAnswer(ApiObject):
     """One vector for each input, in its order."""
 
     data: list[Embedding] = []

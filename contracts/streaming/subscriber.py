@@ -88,22 +88,22 @@ class RelayedStream:
         self.attempt = 0
         """Highest attempt heard of."""
 
-    def forward(self, data: msgspec.Raw | bytes, now: float) -> bool:
+    def on_chunk(self, data: msgspec.Raw | bytes, now: float) -> bool:
         """The next chunk; False when the reader is too far behind, and then the stream fails as ``slow_reader``.
 
         ``data`` may be part of a whole bus message: who keeps it copies it.
         """
         raise NotImplementedError
 
-    def finish(self, end: EndData) -> None:
+    def on_end(self, end: EndData) -> None:
         """The stream is complete, or was cancelled; nothing follows."""
         raise NotImplementedError
 
-    def fail(self, error: ErrorData) -> None:
+    def on_error(self, error: ErrorData) -> None:
         """The stream ends with ``error``; nothing follows."""
         raise NotImplementedError
 
-    def tick(self, now: float) -> None:
+    def on_tick(self, now: float) -> None:
         """``now`` (time.monotonic) is TICK_S later than the last time."""
 
 
@@ -162,7 +162,7 @@ class Subscriber:
 
     def fail(self, stream: RelayedStream, error: ErrorData, reason: CancelReason | None = None) -> None:
         """End the stream with ``error`` and leave it."""
-        stream.fail(error)
+        stream.on_error(error)
         self.leave(stream, reason)
 
     def fail_all(self, error: ErrorData, reason: CancelReason | None = None) -> None:
@@ -206,12 +206,12 @@ class Subscriber:
     def _perform(self, stream: RelayedStream, effects: Effects, now: float) -> None:
         for effect in effects:
             if type(effect) is Forward:
-                if not stream.forward(effect.data, now):
+                if not stream.on_chunk(effect.data, now):
                     error = ErrorData(code="slow_reader", message="The answer was not read fast enough.")
                     self.fail(stream, error, "slow_reader")
                     return
             elif type(effect) is Finish:
-                stream.finish(effect.end)
+                stream.on_end(effect.end)
             elif type(effect) is Fail:
                 self.fail(stream, effect.error, "client_cancelled" if effect.error.code in MAY_STILL_RUN else None)
             elif type(effect) is AskFrames:
@@ -280,7 +280,7 @@ class Subscriber:
         for stream in list(self._streams.values()):
             if stream.request_id:
                 self._perform(stream, stream.relay.on_tick(now_ms), now)
-            stream.tick(now)
+            stream.on_tick(now)
 
     async def _beat(self, *, leaving: bool = False) -> None:
         """Nothing while the bus is away: old heartbeats that are sent late would say nothing."""

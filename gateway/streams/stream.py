@@ -102,7 +102,7 @@ class GatewayStream(RelayedStream):
 
     # For the subscriber ---------------------------------------------------------------------------------------
 
-    def forward(self, data: msgspec.Raw | bytes, now: float) -> bool:
+    def on_chunk(self, data: msgspec.Raw | bytes, now: float) -> bool:
         if self.first_chunk_at:
             self._latency.observe(now - self._last_chunk_at)
         else:
@@ -116,17 +116,17 @@ class GatewayStream(RelayedStream):
         self._pending_bytes = 0
         return False
 
-    def finish(self, end: EndData) -> None:
+    def on_end(self, end: EndData) -> None:
         self.end = end
         self._wake()
 
-    def fail(self, error: ErrorData) -> None:
+    def on_error(self, error: ErrorData) -> None:
         """The stream ends with ``error``, after what is pending."""
         if not self.ended:
             self.error = error
             self._wake()
 
-    def tick(self, now: float) -> None:
+    def on_tick(self, now: float) -> None:
         """Commit a held status line in time, and keep a silent stream alive."""
         if not self.sse or self.ended or self._pending:
             return

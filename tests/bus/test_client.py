@@ -8,7 +8,7 @@ import pytest
 
 from contracts import subjects
 from contracts.bus import Bus, Incoming
-from contracts.client.client import Client
+from contracts.client import Client
 from contracts.errors import HeadraceError
 from contracts.messages.control import CancelAnswer, CancelRequest, StatusAnswer, StreamOwnerHeartbeat
 from contracts.messages.frames import EndData, ErrorData, Frame, FrameKind, FramesAnswer, FramesRequest, ReplyMessage
@@ -159,7 +159,7 @@ async def test_a_chat_streams_typed_chunks_and_its_usage(service: Service, clien
     assert decode(request.body) == {"messages": MESSAGES, "temperature": 0, "stream": True}
     assert request.reply.subject.startswith(subjects.tenant_reply_prefix(TENANT))
     assert request.deadline_ms == pytest.approx(9_000, abs=1_000)
-    assert request.stream_owner == client.stream_owner
+    assert request.stream_owner == client.incarnation
     assert not service.cancelled
 
 
@@ -427,7 +427,7 @@ async def test_a_stream_cancelled_before_it_began_asks_for_nothing(service: Serv
 async def test_a_reader_that_is_too_slow_gets_an_error_after_what_was_kept(
     service: Service, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("contracts.client.client.UNREAD_BYTES_MAX", 1_000)
+    monkeypatch.setattr("contracts.client.stream.UNREAD_BYTES_MAX", 1_000)
     service.script = [service.answer(make_frames(*["x" * 100] * 20, end=None))]
     seen: list[str] = []
 
@@ -455,7 +455,7 @@ async def test_heartbeats_and_a_goodbye(service: Service, nats_url: str) -> None
     assert caught.value.code == "cancelled"
     await until(lambda: service.beats[-1].leaving)
     assert {beat.stream_owner for beat in service.beats} == {
-        subjects.tenant_stream_owner(client.tenant, client.stream_owner)
+        subjects.tenant_stream_owner(client.tenant, client.incarnation)
     }
 
 
@@ -464,7 +464,9 @@ async def test_a_restart_of_the_bus_leaves_no_hole(service: Service, client: Cli
     iterator = aiter(client.chat(model=MODEL, messages=MESSAGES))
     seen = [(await anext(iterator)).text]
     nats.restart()
-    await until(lambda: service.bus.session.reconnects and client.bus.session.reconnects)
+    await until(lambda: service.bus.session.reconnects)
+    beats = len(service.beats)
+    await until(lambda: len(service.beats) > beats)  # Client and service are connected again.
     await service.send("r1", make_frames("b", "c", "d")[1:], lose=(2, 3))
     seen += [chunk.text async for chunk in iterator]
     assert seen == ["a", "b", "c", "d"]

@@ -10,7 +10,7 @@ import pytest
 
 from contracts import topology
 from contracts.bus import Bus
-from contracts.client.client import Client
+from contracts.client import Client
 from tests.support.polling import wait_until
 from tests.support.stack import Stack
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from contracts import subjects
-from contracts.bus import BusError, Unavailable
-from contracts.client.client import Client
+from contracts import permissions, subjects
+from contracts.bus import Bus, BusError, Unavailable
+from contracts.client import Client
 from contracts.errors import HeadraceError
 from tests.support.stack import Stack, headrace
 
@@ -40,8 +40,8 @@ async def test_a_tenants_service_is_admitted_to_a_running_bus(stack: Stack) -> N
 async def test_a_tenants_service_cannot_act_as_another(stack: Stack) -> None:
     url = admitted(stack, "mallory")
     victim_url = admitted(stack, "victim")
-    async with Client(victim_url, tenant="victim") as victim, Client(url, tenant="mallory") as own:
-        bus = own.bus
+    bus = await Bus.connect(url, name="mallory", inbox=permissions.user_of_tenant("mallory"))
+    async with Client(victim_url, tenant="victim") as victim:
         stream = victim.chat(model=stack.model, messages=HELLO, max_tokens=200)
         chunks = aiter(stream)
         texts = [(await anext(chunks)).text]
@@ -50,7 +50,7 @@ async def test_a_tenants_service_cannot_act_as_another(stack: Stack) -> None:
             async with Client(url, tenant="victim") as thief:
                 await thief.chat_once(model=stack.model, messages=HELLO)
         with pytest.raises(BusError):
-            await bus.subscribe(victim.inbox, lambda message: None)
+            await bus.subscribe(victim.reply_inbox, lambda message: None)
         for subject in (
             subjects.submit("victim", stack.model),
             subjects.cancel(stack.model, "victim"),
@@ -63,13 +63,14 @@ async def test_a_tenants_service_cannot_act_as_another(stack: Stack) -> None:
             subjects.cancel(stack.model, "mallory"), b'{"request_id":"%s"}' % stream.request_id.encode(), timeout_s=5
         )
         # A goodbye in the other's name.
-        for owner in (victim.stream_owner, subjects.tenant_stream_owner("victim", victim.stream_owner)):
+        for owner in (victim.incarnation, subjects.tenant_stream_owner("victim", victim.incarnation)):
             await bus.publish(
-                subjects.stream_owner_heartbeat(subjects.tenant_stream_owner("mallory", victim.stream_owner)),
+                subjects.stream_owner_heartbeat(subjects.tenant_stream_owner("mallory", victim.incarnation)),
                 b'{"stream_owner":"%s","leaving":true}' % owner.encode(),
             )
         texts += [chunk.text async for chunk in chunks]
         assert "".join(texts) == " ".join(f"t{number}" for number in range(200))
+    await bus.close()
 
 
 def test_the_block_can_be_printed_for_a_server_of_ones_own() -> None:

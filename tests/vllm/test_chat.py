@@ -12,7 +12,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
-from contracts.client.client import Client
+from contracts.client import Client
 from tests.support.polling import wait_until
 from tests.support.stack import Stack
 from tests.support.vllm import CITY, FRANCE, GREEDY, MODEL, Direct, counted, post, sdk
