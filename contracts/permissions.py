@@ -12,7 +12,7 @@ Pure. The subjects come from contracts.subjects and contracts.topology; the serv
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -21,7 +21,7 @@ from contracts.bus.types import INBOX
 from contracts.subjects import form
 
 Role = Literal["operator", "gateway", "scheduler", "worker", "ledger"]
-ROLES: tuple[Role, ...] = ("operator", "gateway", "scheduler", "worker", "ledger")
+ROLES: tuple[Role, ...] = get_args(Role)
 """The operator is people and the command line; the others are the services."""
 
 
