@@ -26,6 +26,7 @@ class LedgerConfig(ServiceConfig, frozen=True, kw_only=True):
     """File that holds the SQL endpoint's password."""
 
     def problems(self) -> list[str]:
+        """Values that are out of range or do not go together."""
         wrong = []
         if self.sql_listen:
             if not self.clickhouse_url.startswith("chdb:"):

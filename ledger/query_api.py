@@ -29,7 +29,8 @@ from contracts.messages.usage import (
     UsageRow,
 )
 from ledger import metrics, rollups
-from ledger.core import explain, money, queries, rows
+from ledger.core import explain, money, queries, query_limits, rows
+from ledger.core.query_limits import BadQuery
 from ledger.prices import Prices
 from ledger.store import Store, StoreError
 
@@ -70,7 +71,7 @@ class QueryApi:
         try:
             tenant, name = subjects.scope_of_usage(message.subject)
             return await self._query(name, message.data, tenant)
-        except (msgspec.MsgspecError, subjects.InvalidName, queries.BadQuery) as error:
+        except (msgspec.MsgspecError, subjects.InvalidName, BadQuery) as error:
             return UsageAnswer(error=str(error), code="invalid_request")
         except StoreError as error:
             log.warning("query_not_answered", error=str(error))
@@ -88,11 +89,11 @@ class QueryApi:
                 return await self.invoice(query.tenant, query.month)
             case "explain":
                 return await self.explain(_explain_queries.decode(data).request_id, tenant)
-        raise queries.BadQuery(f"there is no query {name!r}")
+        raise BadQuery(f"there is no query {name!r}")
 
     async def usage(self, query: UsageQuery) -> UsageAnswer:
         """A page of usage by the dimensions asked for."""
-        queries.check_usage(query)
+        query_limits.check_usage(query)
         plan = await rollups.plan(self._store, query.from_at_ms, query.to_at_ms, queries.levels(query.by))
         found = await self._store.select(queries.usage(query, plan))
         columns = (*query.by, *USAGE_FIGURES)
@@ -104,7 +105,7 @@ class QueryApi:
 
     async def latency(self, query: LatencyQuery) -> LatencyAnswer:
         """A page of latencies by the dimensions asked for."""
-        queries.check_latency(query)
+        query_limits.check_latency(query)
         plan = await rollups.plan(self._store, query.from_at_ms, query.to_at_ms, queries.levels(query.by))
         found = await self._store.select(queries.latency(query, plan))
         answered = []
@@ -122,7 +123,7 @@ class QueryApi:
         try:
             from_ms, to_ms = instants.range_of_month(month)
         except ValueError as error:
-            raise queries.BadQuery(str(error)) from error
+            raise BadQuery(str(error)) from error
         plan = await rollups.plan(self._store, from_ms, to_ms)
         found = await self._store.select(queries.invoice(plan, tenant))
         closed = clock.now_ms() >= to_ms + rows.LATE_MS  # no event of the month can still come
@@ -133,7 +134,7 @@ class QueryApi:
         try:
             number = rows.request_number(request_id)
         except ValueError as error:
-            raise queries.BadQuery(str(error)) from error
+            raise BadQuery(str(error)) from error
         query = queries.request(number, rows.requested_at_ms(number), tenant, list(rows.EVENT_COLUMNS.values()))
         found = await self._store.select(query)
         if not found:

@@ -10,14 +10,6 @@ from typing import NamedTuple, get_args
 from contracts.messages.usage import LatencyDimension, LatencyQuery, LatencyRow, UsageDimension, UsageQuery
 from ledger.core.rollup_plan import DAY_S, HOUR_S, Level, Piece, Plan
 
-ROWS_MAX = 10_000
-"""Most rows of one answer."""
-OFFSET_MAX = 10_000_000
-HOURS_RANGE_MS_MAX = 92 * 86_400_000
-"""Longest range by hour: the plan names each hour, and ClickHouse reads at most 256 KB of text."""
-TENANTS_HOURS_RANGE_MS_MAX = 6 * 3_600_000
-"""Longest range of latencies of all tenants by hour: there is a sketch for each, and merging takes microseconds."""
-
 SETTINGS = {
     "do_not_merge_across_partitions_select_final": 1,
     "max_execution_time": 30,
@@ -77,10 +69,6 @@ class Query(NamedTuple):
 
     text: str
     parameters: dict[str, object]
-
-
-class BadQuery(ValueError):
-    """The query cannot be answered; the text says why."""
 
 
 # What a plan is made of ------------------------------------------------------------------------------------
@@ -168,10 +156,8 @@ def usage_source(plan: Plan, condition: str = "1") -> str:
 def usage(query: UsageQuery, plan: Plan) -> Query:
     """Usage by ``query.by``; one row more than the limit, if there is one, says that there is more.
 
-    Columns: the dimensions asked for, in their order, then USAGE_FIGURES, the amount in picounits. Raises
-    BadQuery.
+    Columns: the dimensions asked for, in their order, then USAGE_FIGURES, the amount in picounits.
     """
-    check_usage(query)
     parameters: dict[str, object] = {"limit": query.limit + 1, "offset": query.offset}
     condition = "1"
     if query.tenant is not None:
@@ -221,30 +207,6 @@ def _priced(source: str, by: Sequence[UsageDimension]) -> str:
 def levels(by: Sequence[str]) -> Sequence[Level]:
     """The sums that can answer a query by these dimensions."""
     return ("hour",) if "hour" in by else ("hour", "day")
-
-
-def check_usage(query: UsageQuery) -> None:
-    """Raises BadQuery."""
-    _check_range(query.from_at_ms, query.to_at_ms)
-    _check_page(query.by, query.limit, query.offset)
-    if "hour" in query.by and query.to_at_ms - query.from_at_ms > HOURS_RANGE_MS_MAX:
-        raise BadQuery("by hour a range has at most 92 days")
-
-
-def _check_range(from_ms: int, to_ms: int) -> None:
-    if not 0 <= from_ms < to_ms:
-        raise BadQuery("the range [from, to) is empty or reversed")
-    if to_ms > 10_413_792_000_000:
-        raise BadQuery("the range ends after the year 2299")
-
-
-def _check_page(by: Sequence[str], limit: int, offset: int) -> None:
-    if len(set(by)) < len(by):
-        raise BadQuery("a dimension is named twice")
-    if not 1 <= limit <= ROWS_MAX:
-        raise BadQuery(f"limit is {limit}; 1 to {ROWS_MAX} are possible")
-    if not 0 <= offset <= OFFSET_MAX:
-        raise BadQuery(f"offset is {offset}; 0 to {OFFSET_MAX} are possible")
 
 
 def month_tokens(plan: Plan, tenants: Collection[str] | None) -> Query:
@@ -342,11 +304,7 @@ def latency_source(plan: Plan, condition: str, whole: Collection[str] = ()) -> s
 
 
 def latency(query: LatencyQuery, plan: Plan) -> Query:
-    """Columns: the dimensions asked for, in their order, then for each span its count and four quantiles.
-
-    Raises BadQuery.
-    """
-    check_latency(query)
+    """Columns: the dimensions asked for, in their order, then for each span its count and four quantiles."""
     parameters: dict[str, object] = {"limit": query.limit + 1, "offset": query.offset}
     condition = "1"
     whole = {"tenant"} if query.tenant is None and "tenant" not in query.by else set()
@@ -370,17 +328,6 @@ def latency(query: LatencyQuery, plan: Plan) -> Query:
         f"{ordering} LIMIT {{limit:UInt64}} OFFSET {{offset:UInt64}}"
     )
     return Query(text, parameters)
-
-
-def check_latency(query: LatencyQuery) -> None:
-    """Raises BadQuery."""
-    _check_range(query.from_at_ms, query.to_at_ms)
-    _check_page(query.by, query.limit, query.offset)
-    length_ms = query.to_at_ms - query.from_at_ms
-    if "hour" in query.by and length_ms > HOURS_RANGE_MS_MAX:
-        raise BadQuery("by hour a range has at most 92 days")
-    if {"hour", "tenant"} <= set(query.by) and query.tenant is None and length_ms > TENANTS_HOURS_RANGE_MS_MAX:
-        raise BadQuery("by hour and tenant a range has at most 6 hours, unless one tenant is named")
 
 
 # Builds ----------------------------------------------------------------------------------------------------

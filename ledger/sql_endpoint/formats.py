@@ -1,13 +1,13 @@
-"""The SQL endpoint's bytes: what a request's body holds, and how an answer and its headers are written; pure."""
+"""The SQL endpoint's bytes: what a request's body holds, and how answers and errors are written; pure."""
 
 import json
 import re
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from ledger.sql_endpoint.policy import QUERY_BYTES_MAX
-from ledger.sql_endpoint.session import Failed, Result
 
 PIECE_BYTES = 1 << 20
 """An answer is sent in pieces of this size, so that a slow reader is waited for."""
@@ -32,6 +32,24 @@ _TYPES = {
     "tsv": "text/tab-separated-values; charset=UTF-8",
     "csv": "text/csv; charset=UTF-8",
 }
+
+
+class Failed(Exception):
+    """An error as ClickHouse tells it: code, text, name."""
+
+    def __init__(self, code: int, name: str, text: str) -> None:
+        super().__init__(f"Code: {code}. DB::Exception: {text}. ({name})")
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Result:
+    """A query's rows. ``format``: the name of their format. ``rows_read``, ``bytes_read``: by it from tables."""
+
+    format: str
+    data: bytes
+    rows_read: int
+    bytes_read: int
 
 
 def check_spoken(parameters: Mapping[str, str], content_type: str, content_encoding: str) -> None:

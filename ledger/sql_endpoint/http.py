@@ -24,8 +24,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ledger.sql_endpoint import formats
+from ledger.sql_endpoint.formats import Failed, Result
 from ledger.sql_endpoint.policy import QUERY_BYTES_MAX
-from ledger.sql_endpoint.session import Failed, Result, Sessions
+from ledger.sql_endpoint.session import Sessions
 
 log = structlog.get_logger(__name__)
 

@@ -12,10 +12,10 @@ import time
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 
 from ledger import metrics
 from ledger.sql_endpoint import policy
+from ledger.sql_endpoint.formats import Failed, Result
 
 QUERIES_MAX = 2
 """At once; others wait for up to WAIT_S."""
@@ -25,24 +25,6 @@ KILL_PAUSE_S = 0.1
 
 _OBJECTS = frozenset({"dataframe", "arrowtable"})
 """What chDB takes for formats and answers with Python's objects."""
-
-
-class Failed(Exception):
-    """An error as ClickHouse tells it: code, text, name."""
-
-    def __init__(self, code: int, name: str, text: str) -> None:
-        super().__init__(f"Code: {code}. DB::Exception: {text}. ({name})")
-        self.code = code
-
-
-@dataclass(frozen=True)
-class Result:
-    """A query's rows. ``format``: the name of their format. ``rows_read``, ``bytes_read``: by it from tables."""
-
-    format: str
-    data: bytes
-    rows_read: int
-    bytes_read: int
 
 
 class Sessions:

@@ -25,6 +25,7 @@ from contracts.messages.request import Reply, RequestEnvelope, WorkItem
 from contracts.messages.usage import LatencyQuery, UsageQuery
 from ledger import prices
 from ledger.core import money, queries
+from ledger.core.query_limits import BadQuery
 from ledger.core.rollup_plan import DAY_S, HOUR_S
 from ledger.core.rows import Row, Source, row_of
 from ledger.query_api import QueryApi
@@ -441,7 +442,7 @@ async def test_an_invoice_of_nothing_is_zero(query_api: QueryApi) -> None:
     assert invoice is not None
     assert (invoice.lines, invoice.total, invoice.closed) == ([], "0.00", False)
     for month in ("2026-13", "2026-1", "nope", "0000-01", "2026-00"):
-        with pytest.raises(queries.BadQuery):
+        with pytest.raises(BadQuery):
             await query_api.invoice("t1", month)
 
 
@@ -511,7 +512,7 @@ async def test_a_request_is_explained_to_its_own_tenant_only(store: Store, query
     other = await query_api.explain(event.request_id, "t2")
     assert other == await query_api.explain(ids.request_id(), "t2")
     assert (other.code, other.attempts) == ("not_found", [])
-    with pytest.raises(queries.BadQuery):
+    with pytest.raises(BadQuery):
         await query_api.explain("' OR 1", None)
 
 
