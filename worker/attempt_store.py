@@ -12,6 +12,13 @@ from contracts.messages.base import Codec
 
 RETRY_S, RETRY_S_MAX = 0.1, 2.0
 
+_LOGGED = (
+    *("request_id", "attempt", "tenant", "model", "version", "worker", "endpoint", "priority", "stream", "outcome"),
+    *("finish_reason", "error_code", "retryable", "engine_death", "billable", "prompt_tokens", "cached_tokens"),
+    *("completion_tokens", "reasoning_tokens", "last_seq"),
+)
+"""Fields of the event that its log line has."""
+
 _log = structlog.get_logger()
 _event: Codec[AttemptEvent] = Codec(AttemptEvent)
 
@@ -49,30 +56,12 @@ async def _try_once(bus: Bus, event: AttemptEvent, data: bytes) -> bool | None:
 
 
 def log(event: AttemptEvent, *, won: bool) -> None:
+    """One line for each attempt; ``won``: this event is the stored one."""
     _log.info(
         "attempt_ended",
-        request_id=event.request_id,
-        attempt=event.attempt,
-        tenant=event.tenant,
-        model=event.model,
-        version=event.version,
-        worker=event.worker,
-        endpoint=event.endpoint,
-        priority=event.priority,
-        stream=event.stream,
-        outcome=event.outcome,
         won=won,
-        finish_reason=event.finish_reason,
-        error_code=event.error_code,
-        retryable=event.retryable,
-        engine_death=event.engine_death,
-        billable=event.billable,
-        prompt_tokens=event.prompt_tokens,
-        cached_tokens=event.cached_tokens,
-        completion_tokens=event.completion_tokens,
-        reasoning_tokens=event.reasoning_tokens,
-        last_seq=event.last_seq,
         dispatched_after_ms=event.dispatched_at_ms - event.admitted_at_ms,
         first_token_after_ms=event.first_token_at_ms and event.first_token_at_ms - event.dispatched_at_ms,
         ended_after_ms=event.ended_at_ms - event.dispatched_at_ms,
+        **{name: getattr(event, name) for name in _LOGGED},
     )

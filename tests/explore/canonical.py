@@ -38,7 +38,7 @@ _LEFT_OUT = frozenset(
         *("_queue",),
         *("outcomes", "refusals", "lost_workers", "throughput", "retry_reservations"),
         *("counter", "charged", "_order", "_active", "_last_leaver"),
-        *("beats", "admitted_at_ms", "ended_at_ms", "first_token_at_ms", "error_message"),
+        *("beats", "admitted_at_ms", "ended_at_ms", "first_token_at_ms", "error_message", "_now_ms"),
     )
 )
 _UNORDERED = frozenset(("cancel_waiters", "askers"))

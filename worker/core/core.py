@@ -7,39 +7,15 @@ reports or ends the attempt.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from contracts.messages.base import Epoch, TokenCounts, fields_of
 from contracts.messages.control import Announce, CancelAttempt, ControlAnswer, Evict, Progress, WorkerState
 from contracts.messages.request import RequestEnvelope
-from worker.core import outcomes
+from worker.core import events, outcomes
 from worker.core.attempts import FOR_EVER, Attempts, InFlight, Stage, Tombstone
-from worker.core.events import (
-    AckWork,
-    AnswerControl,
-    AttemptEnded,
-    CloseStream,
-    ControlAsked,
-    DrainStarted,
-    Effect,
-    EngineLost,
-    EngineSampled,
-    EngineStarted,
-    Event,
-    EventStored,
-    GraceEnded,
-    Joined,
-    Key,
-    LeaveWork,
-    RebuildEngine,
-    Rejoin,
-    SendHeartbeat,
-    StartAttempt,
-    StopAttempt,
-    StoreEvent,
-    WorkPulled,
-)
+from worker.core.events import Effect, Event, Key
 from worker.core.outcomes import AttemptOutcome
 from worker.core.stalls import StallWatch
 
@@ -67,6 +43,7 @@ class WorkerCore:
         self.attempts = Attempts(kv_overbooking)
         self._fingerprint = tokenizer_fingerprint
         self._stalls = StallWatch(stall_samples)
+        self._now_ms = 0
         self._history: deque[tuple[str, Key | None]] = deque(maxlen=64)
         self._effects: list[Effect] = []
 
@@ -93,37 +70,38 @@ class WorkerCore:
 
     def step(self, event: Event, now_ms: int) -> list[Effect]:
         """What to do about ``event``. ``now_ms``: Unix ms, only written into terminal events."""
+        self._now_ms = now_ms
         self._history.append((type(event).__name__, getattr(event, "key", None)))
         match event:
-            case WorkPulled():
-                self._pulled(event, now_ms)
-            case AttemptEnded():
-                self._ended(event, now_ms)
-            case EventStored():
+            case events.WorkPulled():
+                self._pulled(event)
+            case events.AttemptEnded():
+                self._ended(event)
+            case events.EventStored():
                 self._stored(event)
-            case ControlAsked():
-                self._asked(event, now_ms)
-            case EngineSampled():
-                self._sampled(event, now_ms)
-            case EngineStarted():
+            case events.ControlAsked():
+                self._asked(event)
+            case events.EngineSampled():
+                self._sampled(event)
+            case events.EngineStarted():
                 self._engine_started(event)
-            case EngineLost():
-                self._engine_lost(event.reason, now_ms)
-            case DrainStarted():
-                self._drain(now_ms)
-            case GraceEnded():
-                self._end_all(outcomes.SHUTTING_DOWN, now_ms)
-            case Joined():
+            case events.EngineLost():
+                self._engine_lost(event.reason)
+            case events.DrainStarted():
+                self._drain()
+            case events.GraceEnded():
+                self._end_each(self.attempts, outcomes.SHUTTING_DOWN)
+            case events.Joined():
                 self.worker = event.worker
-                self._effects.append(SendHeartbeat())
+                self._effects.append(events.SendHeartbeat())
             case _:
                 raise BrokenLifecycle(f"no such event: {event!r}")
         while self.state == "ready" and (attempt := self.attempts.start_next()):
-            self._effects.append(StartAttempt(key=attempt.key, item=attempt.item, counts=attempt.counts))
+            self._effects.append(events.StartAttempt(key=attempt.key, item=attempt.item, counts=attempt.counts))
         effects, self._effects = self._effects, []
         return effects
 
-    def _pulled(self, event: WorkPulled, now_ms: int) -> None:
+    def _pulled(self, event: events.WorkPulled) -> None:
         item, key = event.item, (event.item.request.request_id, event.item.attempt)
         if attempt := self.attempts.get(key):  # delivered again, or stored twice
             if event.delivery not in attempt.deliveries:
@@ -137,7 +115,7 @@ class WorkerCore:
         self.epoch = item.epoch
         attempt = self.attempts.add(item, event.delivery)
         if refusal := self._refusal(item.request):
-            self._end(attempt, refusal, now_ms)
+            self._end(attempt, refusal)
 
     def _refusal(self, request: RequestEnvelope) -> AttemptOutcome | None:
         """Why an attempt cannot start here, though it may elsewhere."""
@@ -152,39 +130,31 @@ class WorkerCore:
 
     # The lifecycle of an attempt ---------------------------------------------------------------------------
 
-    def _end(self, attempt: InFlight, outcome: AttemptOutcome, now_ms: int) -> None:
+    def _end(self, attempt: InFlight, outcome: AttemptOutcome) -> None:
         """Decide how an attempt ends; the first decision holds."""
-        _ON_END[attempt.stage](self, attempt, outcome, now_ms)
+        match attempt.stage:
+            case "waiting":
+                self._store(attempt, outcome, frames=0, chunks=0)
+            case "running":
+                attempt.stage, attempt.outcome = "stopping", outcome
+                self._effects.append(events.StopAttempt(key=attempt.key))
+            case "stopping" | "storing":
+                pass
 
-    def _end_waiting(self, attempt: InFlight, outcome: AttemptOutcome, now_ms: int) -> None:
-        self._store(attempt, outcome, frames=0, chunks=0, now_ms=now_ms)
+    def _end_each(self, attempts: Iterable[InFlight], outcome: AttemptOutcome) -> None:
+        for attempt in attempts:
+            self._end(attempt, outcome)
 
-    def _end_running(self, attempt: InFlight, outcome: AttemptOutcome, _now_ms: int) -> None:
-        attempt.outcome = outcome
-        attempt.stage = "stopping"
-        self._effects.append(StopAttempt(key=attempt.key))
-
-    def _is_ending(self, _attempt: InFlight, _outcome: AttemptOutcome, _now_ms: int) -> None:
-        """The decision is made already."""
-
-    def _end_all(self, outcome: AttemptOutcome, now_ms: int) -> None:
-        for attempt in self.attempts:
-            self._end(attempt, outcome, now_ms)
-
-    def _end_waiting_ones(self, outcome: AttemptOutcome, now_ms: int) -> None:
-        for attempt in self.attempts.not_started():
-            self._end(attempt, outcome, now_ms)
-
-    def _ended(self, event: AttemptEnded, now_ms: int) -> None:
+    def _ended(self, event: events.AttemptEnded) -> None:
         attempt = self._expect(event.key, "running", "stopping")
         failure = event.failure
         engine_died = failure is not None and failure.engine_death and attempt.stage == "running"
         outcome = attempt.outcome or (outcomes.failed(failure) if failure else outcomes.COMPLETED)
-        self._store(attempt, outcome, frames=event.frames, chunks=event.chunks, now_ms=now_ms)
+        self._store(attempt, outcome, frames=event.frames, chunks=event.chunks)
         if failure and engine_died:  # a stopped one may tell of an engine that was replaced since
-            self._engine_lost(failure.message, now_ms)
+            self._engine_lost(failure.message)
 
-    def _store(self, attempt: InFlight, outcome: AttemptOutcome, *, frames: int, chunks: int, now_ms: int) -> None:
+    def _store(self, attempt: InFlight, outcome: AttemptOutcome, *, frames: int, chunks: int) -> None:
         self.attempts.leave_engine(attempt)
         attempt.outcome = outcome
         attempt.event = outcomes.terminal_event(
@@ -194,26 +164,26 @@ class WorkerCore:
             worker=self.worker,
             frames=frames,
             chunks=chunks,
-            now_ms=now_ms,
+            now_ms=self._now_ms,
         )
-        self._effects.append(StoreEvent(key=attempt.key, event=attempt.event))
+        self._effects.append(events.StoreEvent(key=attempt.key, event=attempt.event))
 
-    def _stored(self, event: EventStored) -> None:
+    def _stored(self, event: events.EventStored) -> None:
         attempt = self._expect(event.key, "storing")
         last = None
         if event.won and attempt.outcome and attempt.event and not attempt.event.retryable:
             last = outcomes.closing_data(attempt.outcome, attempt.event)
         settled = last is not None
-        self._effects.append(CloseStream(item=attempt.item, last=last))
+        self._effects.append(events.CloseStream(item=attempt.item, last=last))
         for delivery in attempt.deliveries:
             self._give_up(delivery, settled=settled)
         self._answer_all(attempt, "ended")
         self._remove(attempt, "settled" if settled else "finished")
-        self._effects.append(SendHeartbeat())
+        self._effects.append(events.SendHeartbeat())
 
     def _give_up(self, delivery: int, *, settled: bool) -> None:
         """Acknowledge the work of a settled request; what may be tried again keeps its body in WORK."""
-        self._effects.append(AckWork(delivery=delivery) if settled else LeaveWork(delivery=delivery))
+        self._effects.append(events.AckWork(delivery=delivery) if settled else events.LeaveWork(delivery=delivery))
 
     def _remove(self, attempt: InFlight, tombstone: Tombstone) -> None:
         self.attempts.remove(attempt)
@@ -232,7 +202,7 @@ class WorkerCore:
 
     # Orders ------------------------------------------------------------------------------------------------
 
-    def _asked(self, event: ControlAsked, now_ms: int) -> None:
+    def _asked(self, event: events.ControlAsked) -> None:
         request = event.request
         if request.epoch < self.epoch:
             self._answer(event.asker, "stale")
@@ -241,17 +211,17 @@ class WorkerCore:
         match request:
             case Announce():
                 self._answer(event.asker, "ok")
-                self._effects.append(SendHeartbeat())
+                self._effects.append(events.SendHeartbeat())
             case CancelAttempt():
-                self._cancel((request.request_id, request.attempt), event.asker, request.reason, now_ms)
+                self._cancel((request.request_id, request.attempt), event.asker, request.reason)
             case Evict():
                 self._answer(event.asker, "ok")
                 self._leave()
 
-    def _cancel(self, key: Key, asker: Any, reason: str, now_ms: int) -> None:
+    def _cancel(self, key: Key, asker: Any, reason: str) -> None:
         if attempt := self.attempts.get(key):
             attempt.askers = [*attempt.askers[1 - ASKERS_MAX :], asker]
-            self._end(attempt, outcomes.cancelled(reason), now_ms)
+            self._end(attempt, outcomes.cancelled(reason))
         elif self.attempts.tombstone(key)[0] != "never":
             self._answer(asker, "ended")
         else:
@@ -260,52 +230,52 @@ class WorkerCore:
 
     def _leave(self) -> None:
         self.worker = ""
-        self._effects.append(Rejoin())
+        self._effects.append(events.Rejoin())
         for attempt in self.attempts:
             self._answer_all(attempt, "unknown")
             self._remove(attempt, "never" if attempt.stage == "waiting" else "finished")
 
     def _answer(self, asker: Any, status: Literal["ok", "stale", "ended", "unknown"]) -> None:
-        self._effects.append(AnswerControl(asker=asker, answer=ControlAnswer(status=status, epoch=self.epoch)))
+        self._effects.append(events.AnswerControl(asker=asker, answer=ControlAnswer(status=status, epoch=self.epoch)))
 
     def _answer_all(self, attempt: InFlight, status: Literal["ended", "unknown"]) -> None:
         for asker in attempt.askers:
             self._answer(asker, status)
         attempt.askers = []
 
-    def _drain(self, now_ms: int) -> None:
+    def _drain(self) -> None:
         self.state = "draining"
-        self._end_waiting_ones(outcomes.SHUTTING_DOWN, now_ms)
-        self._effects.append(SendHeartbeat())
+        self._end_each(self.attempts.not_started(), outcomes.SHUTTING_DOWN)
+        self._effects.append(events.SendHeartbeat())
 
     # The engine --------------------------------------------------------------------------------------------
 
-    def _engine_started(self, event: EngineStarted) -> None:
+    def _engine_started(self, event: events.EngineStarted) -> None:
         self.attempts.slots, self.attempts.kv_tokens = event.slots, event.kv_tokens
         self._stalls.restart()
         if self.state != "draining":
             self.state = "ready"
-        self._effects.append(SendHeartbeat())
+        self._effects.append(events.SendHeartbeat())
 
-    def _engine_lost(self, reason: str, now_ms: int) -> None:
+    def _engine_lost(self, reason: str) -> None:
         """All that runs ends with the engine; what only waits goes back unharmed."""
         if self.state not in ("ready", "draining"):
             return
-        self._end_waiting_ones(outcomes.NO_ENGINE, now_ms)
-        self._end_all(outcomes.engine_lost(reason), now_ms)
+        self._end_each(self.attempts.not_started(), outcomes.NO_ENGINE)
+        self._end_each(self.attempts, outcomes.engine_lost(reason))
         if self.state == "ready":
             self.state = "engine_down"
-            self._effects.append(RebuildEngine(reason=reason))
-        self._effects.append(SendHeartbeat())
+            self._effects.append(events.RebuildEngine(reason=reason))
+        self._effects.append(events.SendHeartbeat())
 
-    def _sampled(self, event: EngineSampled, now_ms: int) -> None:
+    def _sampled(self, event: events.EngineSampled) -> None:
         running = [attempt for attempt in self.attempts if attempt.stage == "running"]
         stalled, engine_stalled = self._stalls.sample(event.prefill_tokens_total, event.decode_tokens_total, running)
         if engine_stalled:
-            self._engine_lost("the engine makes no progress", now_ms)
+            self._engine_lost("the engine makes no progress")
             return
         for attempt in stalled:
-            self._end(attempt, outcomes.STALLED, now_ms)
+            self._end(attempt, outcomes.STALLED)
 
     # Checks ------------------------------------------------------------------------------------------------
 
@@ -317,11 +287,3 @@ class WorkerCore:
             yield f"a worker that is {self.state} waits for work"
         if self.state == "ready" and waiting and not any(it.stage in ("running", "stopping") for it in self.attempts):
             yield "an idle engine leaves work waiting"
-
-
-_ON_END: dict[Stage, Callable[[WorkerCore, InFlight, AttemptOutcome, int], None]] = {
-    "waiting": WorkerCore._end_waiting,
-    "running": WorkerCore._end_running,
-    "stopping": WorkerCore._is_ending,
-    "storing": WorkerCore._is_ending,
-}

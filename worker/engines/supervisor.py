@@ -1,12 +1,15 @@
-"""Keeps an engine: builds it, looks whether it lives and moves, builds it anew when the core says so."""
+"""Keeps an engine running: builds it, looks whether it lives and moves, and builds another one when it is told to.
+
+Whether an engine is lost is decided in the core, by what is told from here.
+"""
 
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import structlog
 
-from worker.core.events import EngineLost, EngineSampled, EngineStarted, Event
 from worker.engines.base import Engine, EngineFailure, EngineStats
 
 SAMPLE_S = 1.0
@@ -21,14 +24,27 @@ CLOSE_S = 15.0
 _log = structlog.get_logger()
 
 
-class EngineSupervisor:
-    """``build`` makes a new engine, not yet started. What happens to it is told to ``tell``."""
+class Listener(Protocol):
+    """Who is told what happens to the engine."""
 
-    def __init__(self, build: Callable[[], Engine], tell: Callable[[Event], None], *, check_timeout_s: float) -> None:
+    def engine_started(self, engine: Engine) -> None:
+        """A new one serves."""
+
+    def engine_sampled(self, stats: EngineStats) -> None:
+        """Once each SAMPLE_S: by the totals stalls are found."""
+
+    def engine_failed(self, reason: str) -> None:
+        """The one that serves is dead or does not answer."""
+
+
+class EngineSupervisor:
+    """``build`` makes a new engine, not yet started; ``check_timeout_s`` is how long a health check may take."""
+
+    def __init__(self, build: Callable[[], Engine], listener: Listener, *, check_timeout_s: float) -> None:
         self.engine: Engine | None = None
         """The one that serves; None while there is none."""
         self._build = build
-        self._tell = tell
+        self._listener = listener
         self._check_timeout_s = check_timeout_s
         self._lost = asyncio.Event()
 
@@ -37,10 +53,17 @@ class EngineSupervisor:
         self._lost.set()
 
     def stats(self) -> EngineStats:
+        """Of the engine that serves; zeros while there is none."""
         return self.engine.stats() if self.engine else EngineStats()
 
     async def run(self) -> None:
-        """Build, start, wait for the loss, close, and again; until cancelled."""
+        """Keep an engine, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for loop in (self._keep(), self._sample(), self._check()):
+                tasks.create_task(loop)
+
+    async def _keep(self) -> None:
+        """Build, start, wait for the loss, close, and again."""
         pause = REBUILD_S
         while True:
             if await self._live_once() > STEADY_S:
@@ -56,7 +79,7 @@ class EngineSupervisor:
             await engine.start()
             self.engine = engine
             self._lost.clear()
-            self._tell(EngineStarted(slots=engine.slots, kv_tokens=engine.kv_tokens))
+            self._listener.engine_started(engine)
             _log.info("engine_started", slots=engine.slots, kv_tokens=engine.kv_tokens, context=engine.context)
             started = time.monotonic()
             await self._lost.wait()
@@ -68,21 +91,13 @@ class EngineSupervisor:
             self.engine = None
             await _close(engine)
 
-    async def sample(self) -> None:
-        """Tell the engine's totals regularly, by which the core finds stalls; until cancelled."""
+    async def _sample(self) -> None:
         while True:
             await asyncio.sleep(SAMPLE_S)
             if self.engine:
-                stats = self.engine.stats()
-                self._tell(
-                    EngineSampled(
-                        prefill_tokens_total=stats.prefill_tokens_total,
-                        decode_tokens_total=stats.decode_tokens_total,
-                    )
-                )
+                self._listener.engine_sampled(self.engine.stats())
 
-    async def check(self) -> None:
-        """Ask the engine regularly whether it lives; until cancelled."""
+    async def _check(self) -> None:
         while True:
             await asyncio.sleep(CHECK_S)
             if (engine := self.engine) is None:
@@ -96,7 +111,7 @@ class EngineSupervisor:
             except TimeoutError:
                 reason = f"the engine did not answer within {self._check_timeout_s:g} s"
             if reason and engine is self.engine:
-                self._tell(EngineLost(reason=reason))
+                self._listener.engine_failed(reason)
 
 
 async def _close(engine: Engine) -> None:
