@@ -10,7 +10,7 @@ import pytest
 from tests.support.cluster import Call, Cluster, Service, counted
 from tests.support.polling import until
 
-pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 CLUSTER = {"gateways": 2, "schedulers": 2, "workers": 2, "sim_slots": 3, "sim_itl_ms": 20}
 
 
@@ -79,6 +79,7 @@ async def test_a_cut_of_2_s_in_mid_stream_costs_no_token(cluster: Cluster, role:
     await nobody_lost(cluster, before)
 
 
+@pytest.mark.slow
 async def test_a_cut_of_30_s_ends_streams_with_an_error_and_everybody_comes_back(cluster: Cluster) -> None:
     """One gateway's link is dead though open; one worker's link is cut. The others go on."""
     calls = await streams(cluster, 4, 6000)

@@ -16,7 +16,7 @@ from contracts.messages.request import RequestEnvelope
 from tests.support.cluster import MODEL, TENANT, Call, Cluster, envelope
 from tests.support.polling import until
 
-pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 CLUSTER = {"sim_slots": 2, "sim_itl_ms": 20}
 
 STALE_STEPS = 40

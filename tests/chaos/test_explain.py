@@ -21,7 +21,7 @@ from tests.support.cluster import TENANT, Call, Cluster, Service
 from tests.support.polling import until
 from tests.support.stack import headrace
 
-pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 CLUSTER = {"gateways": 2, "workers": 2, "ledger": True, "sim_slots": 2, "sim_itl_ms": 20, "stall_s": 4, "grace_s": 1}
 
 DIED = "Its worker died, stood still or was cut off."

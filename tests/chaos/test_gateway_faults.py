@@ -16,7 +16,7 @@ from contracts.messages.request import RequestEnvelope
 from tests.support.cluster import MODEL, TENANT, Cluster, Gateway, chat, counted, envelope
 from tests.support.polling import until
 
-pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 CLUSTER = {"gateways": 2, "workers": 1, "sim_slots": 32, "sim_itl_ms": 20, "grace_s": 3}
 
 _admission = Codec[AdmissionRequest](AdmissionRequest)
@@ -193,6 +193,7 @@ async def test_a_request_that_is_stored_after_its_time_never_runs(cluster: Clust
     assert (event.outcome, event.attempt) == ("expired", 0)
 
 
+@pytest.mark.slow
 async def test_an_admission_that_is_never_published_lapses(cluster: Cluster) -> None:
     """10 s until it must be stored, 2 s of patience; then the tokens come back without anybody's word."""
     async with cluster.bus() as bus:

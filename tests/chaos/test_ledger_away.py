@@ -8,7 +8,7 @@ from contracts.messages.usage import UsageRow
 from tests.support.cluster import Cluster
 from tests.support.polling import until
 
-pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 CLUSTER = {"ledger": True, "sim_itl_ms": 1}
 
 

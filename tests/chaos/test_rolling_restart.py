@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.cluster import Call, Cluster, Service, counted
 
-pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 CLUSTER = {
     "gateways": 2,
     "schedulers": 2,

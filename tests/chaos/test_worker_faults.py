@@ -1,6 +1,7 @@
 """Workers and engines that freeze, fail, hang or are poisoned, and workers that are told to stop."""
 
 import asyncio
+import json
 import signal
 import time
 
@@ -10,7 +11,7 @@ from tests.support.cluster import Cluster, Service, counted
 from tests.support.polling import until
 from tests.support.stack import headrace
 
-pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 CLUSTER = {"workers": 2, "sim_slots": 4, "sim_itl_ms": 20, "stall_s": 3, "grace_s": 3}
 
 
@@ -24,6 +25,44 @@ async def lost_within(cluster: Cluster, worker: Service) -> float:
 
     await until(gone, f"{worker.name} is declared lost")
     return time.monotonic() - began
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "gathered"])
+async def test_before_the_first_token_another_worker_answers(cluster: Cluster, stream: bool) -> None:
+    call = cluster.ask(stream=stream, simulate={"tokens": ["He", "llo"], "ttft_ms": 1500})
+    (await cluster.busy_worker()).kill()
+    await call.done()
+    assert call.complete and call.text == "Hello", call.story()
+    events = await cluster.ended(call.request_id, 2)
+    assert [(event.outcome, event.billable) for event in events] == [("lost", False), ("completed", True)]
+
+
+async def test_after_tokens_the_stream_ends_with_an_error_event(cluster: Cluster) -> None:
+    call = cluster.ask(max_tokens=500)
+    await call.shows(50)
+    (await cluster.busy_worker()).kill()
+    await call.done()
+    assert call.endings == 1 and call.code == "worker_lost" and call.request_id in call.error["message"], call.story()
+    assert counted(500).startswith(call.text) and 50 <= call.tokens < 500
+    assert all(json.loads(data)["choices"][0]["finish_reason"] is None for data in call.data[:-1])
+    (event,) = await cluster.ended(call.request_id)
+    assert event.outcome == "lost" and event.completion_tokens > 0 and not event.billable
+
+
+async def test_a_scheduler_that_stands_still_longer_than_silence_may_last_loses_no_worker(cluster: Cluster) -> None:
+    """It heard nothing for 5 s, 3 would lose a worker; but it did not hear itself either."""
+    before = await cluster.newest()
+    calls = [cluster.ask(max_tokens=400) for _ in range(2)]
+    for call in calls:
+        await call.shows(2)
+    (scheduler,) = cluster.schedulers
+    scheduler.freeze()
+    await asyncio.sleep(5)
+    scheduler.thaw()
+    for call in calls:
+        await call.done()
+        assert call.complete and call.text == counted(400), call.story()
+    assert [event.outcome for event in await cluster.events_since(before)] == ["completed"] * 2
 
 
 async def test_a_frozen_worker_that_wakes_up_changes_nothing(cluster: Cluster) -> None:
