@@ -1,4 +1,4 @@
-"""Figures of a gateway in /metrics."""
+"""A gateway's metrics. A name stands for one thing in all services, with one set of labels."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -24,19 +24,20 @@ FIRST_TOKEN = Histogram(
     buckets=_SECONDS,
 )
 STREAMS = Gauge("headrace_streams", "Answers under way")
-REFUSALS = Counter("headrace_refusals", "Requests that ended with an error", ["code"])
+ERRORS = Counter("headrace_http_errors", "HTTP answers that are errors, and streams that ended with one", ["code"])
 COUNTING = Histogram("headrace_prompt_counting_seconds", "Counting of prompt tokens", buckets=_SECONDS)
 
 
 class InterTokenLatency(Collector):
-    """Histogram of gaps between chunks, by model. A plain list of counts: an observation takes .3 us, not 2."""
+    """Histogram of the time between chunks, by model. A plain list of counts: an observation takes .3 us, not 2."""
 
     def __init__(self) -> None:
         self._counts: dict[str, list[int]] = {}
         self._sums: dict[str, list[float]] = {}
 
-    def of(self, model: str) -> "Gaps":
-        return Gaps(self._counts.setdefault(model, [0] * (len(_ITL_SECONDS) + 1)), self._sums.setdefault(model, [0.0]))
+    def of(self, model: str) -> "ModelLatency":
+        counts = self._counts.setdefault(model, [0] * (len(_ITL_SECONDS) + 1))
+        return ModelLatency(counts, self._sums.setdefault(model, [0.0]))
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         family = HistogramMetricFamily(
@@ -52,7 +53,7 @@ class InterTokenLatency(Collector):
         yield family
 
 
-class Gaps:
+class ModelLatency:
     """One model's part of InterTokenLatency."""
 
     __slots__ = ("_counts", "_sum")

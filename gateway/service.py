@@ -13,7 +13,7 @@ from gateway.config import GatewayConfig
 from gateway.http import routes, server
 from gateway.http.inference import Inference
 from gateway.http.typed import Services
-from gateway.intake.admission import Admission
+from gateway.intake.admission import Intake
 from gateway.intake.auth import Directory
 from gateway.intake.bus_submit import NatsIngress
 from gateway.intake.catalog import Catalog
@@ -23,7 +23,7 @@ from gateway.streams.hub import Hub
 
 _log = structlog.get_logger()
 
-ENDINGS_S = 1.0
+LAST_EVENTS_S = 1.0
 """After the grace time the last error events are written within this."""
 
 
@@ -39,7 +39,7 @@ class Gateway:
         self._directory = Directory(registry.read_pepper(Path(config.pepper_file)))
         self._catalog = Catalog()
         self._hub = Hub(bus, ids.incarnation("gw"), hold_s=config.hold_s, bytes_max=config.stream_bytes_max)
-        self._admission = Admission(
+        intake = Intake(
             bus,
             self._catalog,
             self._hub.cancel,
@@ -47,23 +47,22 @@ class Gateway:
             ask_s_max=config.admit_s_max,
         )
         self._readiness = Readiness(bus, self._catalog)
-        self._ingress = NatsIngress(bus, self._directory, self._admission)
-        self._inference = Inference(directory=self._directory, admission=self._admission, hub=self._hub, config=config)
-
+        self._ingress = NatsIngress(bus, self._directory, intake)
         self._services = Services(
             config=config,
             bus=bus,
             directory=self._directory,
             catalog=self._catalog,
-            admission=self._admission,
+            intake=intake,
             not_ready=self._readiness.not_ready,
         )
+        self._inference = Inference(self._services, self._hub)
 
     def not_ready(self) -> str:
         return self._readiness.not_ready()
 
     def stop(self) -> None:
-        """Drain and end ``run``; called by a signal."""
+        """Begin the graceful drain, after which ``run`` ends; called by a signal."""
         self._stopping.set()
 
     async def run(self) -> None:
@@ -103,7 +102,7 @@ class Gateway:
             ErrorData(code="shutting_down", message="The server shut down before the answer was complete."),
             "shutdown",
         )
-        await self._inference.finished(ENDINGS_S)
+        await self._inference.finished(LAST_EVENTS_S)
 
     async def _close(self) -> None:
         await self._readiness.close()

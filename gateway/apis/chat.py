@@ -7,10 +7,10 @@ from msgspec import Meta
 
 from contracts.messages.records import Manifest
 from gateway.apis.api import Api, ValidBody
-from gateway.apis.fields import INT_MAX, Positive, Text, converted, refuse
+from gateway.apis.fields import INT_MAX, Positive, Text, check_parts, converted, refuse
 from gateway.apis.json_limits import check_text
-from gateway.apis.sampling import Completion, LogprobCount, TextBody, only_offered
-from gateway.apis.structured_outputs import ComplexityLimit, Tool, check_tools
+from gateway.apis.sampling import Completion, Effort, LogprobCount, TextBody, only_offered
+from gateway.apis.structured_outputs import ComplexityLimit, check_tools
 
 
 class ChatPart(msgspec.Struct):
@@ -69,7 +69,7 @@ class ChatBody(TextBody, kw_only=True):
     tools: list[ChatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=INT_MAX)] | None = None
     add_generation_prompt: bool | None = None
@@ -86,20 +86,13 @@ def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> Valid
         refuse("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
     if body.continue_final_message and (body.add_generation_prompt is not False or body.messages[-1].content is None):
         refuse("continue_final_message", "This needs content to continue, and 'add_generation_prompt': false.")
-    _check_tools(body, complexity)
+    choice = body.tool_choice
+    mode, named = (None, choice.function.name) if isinstance(choice, ChatToolChoice) else (choice, None)
+    tools = [(tool.function.name, tool.function.parameters) for tool in body.tools or ()]
+    check_tools("tools[{}].function.parameters", tools, mode, named, complexity)
     body.check_all(manifest, vocabulary, complexity)
     limits = [limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None]
     return body.valid(fields, prompts=1, limit=min(limits, default=None))
-
-
-def _check_tools(body: ChatBody, complexity: ComplexityLimit) -> None:
-    choice = body.tool_choice
-    named = choice.function.name if isinstance(choice, ChatToolChoice) else None
-    functions = [tool.function for tool in body.tools or ()]
-    tools = [
-        Tool(f"tools[{index}].function.parameters", each.name, each.parameters) for index, each in enumerate(functions)
-    ]
-    check_tools(tools, None if isinstance(choice, ChatToolChoice) else choice, named, complexity)
 
 
 def _check_message(where: str, message: ChatMessage) -> None:
@@ -109,10 +102,7 @@ def _check_message(where: str, message: ChatMessage) -> None:
         refuse(f"{where}.tool_calls", "Only messages with the role 'assistant' may hold tool calls.")
     for number, call in enumerate(message.tool_calls or ()):
         check_text(f"{where}.tool_calls[{number}].function.arguments", call.function.arguments)
-    if isinstance(message.content, list):
-        for number, part in enumerate(message.content):
-            if (part.refusal if part.type == "refusal" else part.text) is None:
-                refuse(f"{where}.content[{number}]", f"A part of the type {part.type!r} needs its text.")
+    check_parts(f"{where}.content", message.content)
 
 
 API = Api(

@@ -102,6 +102,13 @@ def check_token_ids(where: str, ids: list[int] | None, vocabulary: int) -> None:
         refuse(where, f"Token ids must be at least 0 and below {vocabulary}.")
 
 
+def check_parts(where: str, content: Any) -> None:
+    """Refuse a part of a message without its text; ``content`` may also be text, or absent."""
+    for number, part in enumerate(content if isinstance(content, list) else ()):
+        if (part.refusal if part.type == "refusal" else part.text) is None:
+            refuse(f"{where}[{number}]", f"A part of the type {part.type!r} needs its text.")
+
+
 def count_prompts(where: str, prompt: str | list[Any], vocabulary: int) -> int:
     """Number of prompts; raises HeadraceError when they are neither texts nor token ids."""
     if isinstance(prompt, str):

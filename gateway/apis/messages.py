@@ -12,7 +12,6 @@ from msgspec import Meta
 
 from contracts import errors
 from contracts.messages.frames import ErrorData
-from contracts.messages.records import Manifest
 from gateway.apis.api import Api, ValidBody
 from gateway.apis.fields import (
     Positive,
@@ -27,7 +26,7 @@ from gateway.apis.fields import (
 )
 from gateway.apis.response_format import ResponseFormat, named_event
 from gateway.apis.sampling import Stops
-from gateway.apis.structured_outputs import ComplexityLimit, Tool, check_schema, check_tools
+from gateway.apis.structured_outputs import ComplexityLimit, check_schema, check_tools
 
 BILLING_HEADER = "x-anthropic-billing-header"
 """Claude Code's first system text, which vLLM leaves out."""
@@ -112,22 +111,21 @@ class MessagesBody(CountBody, kw_only=True):
 # Validation ------------------------------------------------------------------------------------------------
 
 
-def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> ValidBody:
-    body = converted(fields, MessagesBody)
-    return _valid(fields, body, body.max_tokens)
-
-
-def _check_count(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> ValidBody:
-    return _valid(fields, converted(fields, CountBody), None)
-
-
-def _valid(fields: dict[str, Any], body: CountBody, max_tokens: int | None) -> ValidBody:
+def _valid(fields: dict[str, Any], kind: type[CountBody]) -> ValidBody:
+    body = converted(fields, kind)
+    max_tokens = body.max_tokens if isinstance(body, MessagesBody) else None
     check_temperature(body.temperature)
     for index, message in enumerate(body.messages):
         if isinstance(message.content, list):
             for number, block in enumerate(message.content):
                 _check_block(f"messages[{index}].content[{number}]", message.role, block)
-    _check_constraints(body)
+    choice, complexity = body.tool_choice, ComplexityLimit()
+    named = choice.name or "" if choice is not None and choice.type == "tool" else None
+    mode = choice.type if choice is not None and named is None else None
+    tools = [(tool.name, tool.input_schema) for tool in body.tools or ()]
+    check_tools("tools[{}].input_schema", tools, mode, named, complexity)
+    if body.output_config is not None and body.output_config.format is not None:
+        check_schema("output_config.format.schema", body.output_config.format.schema, complexity)
     thinking = body.thinking
     if thinking is not None and thinking.type == "enabled":
         if thinking.budget_tokens is None:
@@ -140,18 +138,6 @@ def _valid(fields: dict[str, Any], body: CountBody, max_tokens: int | None) -> V
         choices=1,
         max_output_tokens=max_tokens,
     )
-
-
-def _check_constraints(body: CountBody) -> None:
-    choice, complexity = body.tool_choice, ComplexityLimit()
-    named = choice.name or "" if choice is not None and choice.type == "tool" else None
-    tools = [
-        Tool(f"tools[{index}].input_schema", each.name, each.input_schema)
-        for index, each in enumerate(body.tools or ())
-    ]
-    check_tools(tools, choice.type if choice is not None and named is None else None, named, complexity)
-    if body.output_config is not None and body.output_config.format is not None:
-        check_schema("output_config.format.schema", body.output_config.format.schema, complexity)
 
 
 def _check_block(where: str, role: str, block: ContentBlock) -> None:
@@ -296,10 +282,12 @@ API = Api(
     summary="Anthropic: messages",
     body=MessagesBody,
     answer=dict[str, Any],
-    check=_check,
+    check=lambda fields, manifest, vocabulary: _valid(fields, MessagesBody),
     prompt_field="messages",
     chat=chat,
     format=FORMAT,
 )
-COUNT = msgspec.structs.replace(API, body=CountBody, check=_check_count)
+COUNT = msgspec.structs.replace(
+    API, body=CountBody, check=lambda fields, manifest, vocabulary: _valid(fields, CountBody)
+)
 """The same for the count of tokens, which is no API of its own: it is answered here, and nothing is admitted."""

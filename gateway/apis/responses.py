@@ -13,11 +13,11 @@ from msgspec import Meta
 from contracts.messages.frames import ErrorData
 from contracts.messages.records import Manifest
 from gateway.apis.api import Api, ValidBody
-from gateway.apis.fields import Positive, Text, converted, refuse, refuse_fields, travelling
+from gateway.apis.fields import Positive, Text, check_parts, converted, refuse, refuse_fields, travelling
 from gateway.apis.json_limits import check_text
 from gateway.apis.response_format import Error, ResponseFormat, named_event, openai_error, openai_error_body
-from gateway.apis.sampling import LogprobCount, Sampling
-from gateway.apis.structured_outputs import ComplexityLimit, Tool, check_schema, check_tools
+from gateway.apis.sampling import Effort, LogprobCount, Sampling
+from gateway.apis.structured_outputs import ComplexityLimit, check_schema, check_tools
 
 _STATEFUL = {
     "background": "Answers in the background are not offered.",
@@ -59,7 +59,7 @@ class ResponsesToolChoice(msgspec.Struct):
 
 
 class Reasoning(msgspec.Struct):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
 
 
 class TextFormat(msgspec.Struct):
@@ -103,7 +103,10 @@ def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> Valid
         if form.schema is None or form.name is None:
             refuse("text.format", "The type 'json_schema' needs a 'name' and a 'schema'.")
         check_schema("text.format.schema", form.schema, complexity)
-    _check_tools(body, complexity)
+    choice = body.tool_choice
+    mode, named = (None, choice.name) if isinstance(choice, ResponsesToolChoice) else (choice, None)
+    tools = [(tool.name, tool.parameters) for tool in body.tools or ()]
+    check_tools("tools[{}].parameters", tools, mode, named, complexity)
     left_out = {"max_output_tokens"} if body.tools else {"max_output_tokens", "tool_choice", "parallel_tool_calls"}
     return ValidBody(
         fields=travelling(fields, ResponsesBody, left_out),
@@ -125,19 +128,7 @@ def _check_item(where: str, item: InputItem) -> None:
     if item.encrypted_content:
         refuse(f"{where}.encrypted_content", "Encrypted reasoning is not offered.")
     for name in ("content", "output", "summary"):
-        parts = getattr(item, name)
-        for number, part in enumerate(parts if isinstance(parts, list) else ()):
-            if (part.refusal if part.type == "refusal" else part.text) is None:
-                refuse(f"{where}.{name}[{number}]", f"A part of the type {part.type!r} needs its text.")
-
-
-def _check_tools(body: ResponsesBody, complexity: ComplexityLimit) -> None:
-    choice = body.tool_choice
-    named = choice.name if isinstance(choice, ResponsesToolChoice) else None
-    tools = [
-        Tool(f"tools[{index}].parameters", each.name, each.parameters) for index, each in enumerate(body.tools or ())
-    ]
-    check_tools(tools, None if isinstance(choice, ResponsesToolChoice) else choice, named, complexity)
+        check_parts(f"{where}.{name}", getattr(item, name))
 
 
 # The prompt ------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The fields by which OpenAI's text APIs steer a generation alike, and vLLM's own beside them."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -40,6 +40,7 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 LogprobCount = Annotated[int, Meta(ge=0, le=20)]
 Stops = Annotated[list[Text], Meta(max_length=STOPS_MAX)]
 StopIds = Annotated[list[int], Meta(max_length=STOP_IDS_MAX)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Bias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=BIASES_MAX)]
 
 

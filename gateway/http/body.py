@@ -3,27 +3,25 @@
 import asyncio
 import codecs
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+
+from starlette.types import Receive
 
 from contracts.errors import HeadraceError
-
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+from gateway.config import GatewayConfig
+from gateway.http.caller import CallerLeft
+from gateway.http.exchange import Exchange
 
 _INFLATE_STEP = 256 << 10
 """Inflated bytes between two turns of the event loop: about a millisecond."""
 
 
-class CallerLeft(Exception):
-    """The caller hung up; nobody is there to be answered."""
-
-
-async def read(headers: Iterable[tuple[bytes, bytes]], receive: Receive, *, bytes_max: int, s_max: float) -> bytes:
-    """The whole body, inflated when it came as gzip, and without a byte order mark.
+async def read(exchange: Exchange, config: GatewayConfig) -> bytes:
+    """The whole body, inflated when it came as gzip, and without a byte order mark. Bounds are the configuration's.
 
     Raises HeadraceError: unsupported_media_type, request_too_large (as soon as it is known), request_timeout;
     and CallerLeft.
     """
+    headers, bytes_max, s_max = exchange.scope["headers"], config.body_bytes_max, config.body_s_max
     given = dict(headers)
     _check_type(given.get(b"content-type", b""))
     gzipped = _is_gzip(b",".join(value for name, value in headers if name == b"content-encoding"))
@@ -32,7 +30,7 @@ async def read(headers: Iterable[tuple[bytes, bytes]], receive: Receive, *, byte
         raise _too_large(bytes_max)
     try:
         async with asyncio.timeout(s_max):
-            data = await _gather(receive, bytes_max)
+            data = await _gather(exchange.receive, bytes_max)
     except TimeoutError:
         raise HeadraceError("request_timeout", f"The request body did not arrive within {s_max:g} seconds.") from None
     data = await _inflate(data, bytes_max) if gzipped else data

@@ -1,29 +1,20 @@
-"""What holds for every HTTP answer: ids, CORS, the error envelope, metrics, and bodies that were not read.
+"""One HTTP request and its answer: ids, the error body, and what becomes of a body that was not read.
 
 Pure ASGI: nothing here stands between a streaming response and the caller's disconnect.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
 import msgspec
-import structlog
+from starlette.types import Message, Receive, Scope, Send
 
 from contracts import errors, ids
 from contracts.errors import HeadraceError
 from gateway import metrics
 from gateway.apis.table import format_of_path
 
-_log = structlog.get_logger()
-
 Headers = list[tuple[bytes, bytes]]
-ASGIMessage = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[ASGIMessage]]
-Send = Callable[[ASGIMessage], Awaitable[None]]
-Scope = MutableMapping[str, Any]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 CLIENT_ID_CHARS_MAX = 128
 LEFTOVER_BYTES_MAX = 1 << 20
@@ -32,29 +23,9 @@ LINGER_S = 2.0
 LINGER_BYTES_MAX = 32 << 20
 """A larger rest is read for so long, so that the caller sees the answer before its connection breaks."""
 
-_EXPOSED = (
-    b"x-request-id, x-client-request-id, retry-after, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, "
-    b"x-ratelimit-reset-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
-)
-_PREFLIGHT_S = b"7200"
-
 
 class Exchange:
-    """One HTTP request and its answer. ``receive`` and ``send`` are what the application is given."""
-
-    __slots__ = (
-        "_linger",
-        "_receive",
-        "_send",
-        "answer_headers",
-        "body_read",
-        "client_request_id",
-        "format",
-        "request_id",
-        "scope",
-        "started_at",
-        "status",
-    )
+    """``receive`` and ``send`` are what the application is given."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
@@ -74,13 +45,13 @@ class Exchange:
             self.answer_headers.append((self.format.request_id_header, self.request_id.encode()))
         self._linger = False
 
-    async def receive(self) -> ASGIMessage:
+    async def receive(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request" and not message.get("more_body", False):
             self.body_read = True
         return message
 
-    async def send(self, message: ASGIMessage) -> None:
+    async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             if self.status:
                 return  # An error handler behind an answer that has begun.
@@ -117,8 +88,8 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": body})
 
     async def fail(self, error: HeadraceError, headers: Headers | None = None, *, status: int = 0) -> None:
-        """Answer with the API's error body."""
-        metrics.REFUSALS.labels(error.code).inc()
+        """Answer with the API's error body; ``status`` when it is not the code's own."""
+        metrics.ERRORS.labels(error.code).inc()
         body = msgspec.json.encode(self.format.error_body(error.code, error.message, error.param, self.request_id))
         extra = list(headers or ())
         if errors.TABLE[error.code].retry_after:
@@ -160,75 +131,3 @@ def _client_request_id(headers: Headers) -> str:
             if 0 < len(value) <= CLIENT_ID_CHARS_MAX and all(0x20 < byte < 0x7F for byte in value):
                 return value.decode("ascii")
     return ""
-
-
-class Edge:
-    """Outermost application: wraps each HTTP request in an Exchange, found as ``scope["headrace"]``."""
-
-    def __init__(self, app: App, *, cors_origins: tuple[str, ...]) -> None:
-        self._app = app
-        self._origins = {origin.encode() for origin in cors_origins}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return  # No lifespan and no WebSockets here.
-        exchange = scope["headrace"] = Exchange(scope, receive, send)
-        _normalise_path(scope)
-        self._allow_origin(exchange)
-        try:
-            if _is_preflight(scope):
-                await self._preflight(exchange)
-            else:
-                if scope["method"] == "HEAD":
-                    scope = {**scope, "method": "GET"}  # The server leaves the answer's body out.
-                await self._app(scope, exchange.receive, exchange.send)
-        except HeadraceError as error:
-            if not exchange.status:
-                await exchange.fail(error)
-        except Exception:
-            _log.exception("unhandled", request_id=exchange.request_id, path=scope["path"])
-            if not exchange.status:
-                await exchange.fail(HeadraceError("internal_error", "Something went wrong inside the service."))
-        finally:
-            route = scope.get("route")
-            metrics.REQUESTS.labels(getattr(route, "path", "other"), str(exchange.status or 499)).inc()
-
-    def _allow_origin(self, exchange: Exchange) -> None:
-        origin = dict(exchange.scope["headers"]).get(b"origin")
-        if origin is None or not self._origins:
-            return
-        if b"*" in self._origins:
-            allowed = b"*"
-        elif origin in self._origins:
-            allowed = origin
-            exchange.answer_headers.append((b"vary", b"Origin"))
-        else:
-            return
-        exchange.answer_headers += [
-            (b"access-control-allow-origin", allowed),
-            (b"access-control-expose-headers", _EXPOSED),
-        ]
-
-    async def _preflight(self, exchange: Exchange) -> None:
-        """A browser asks, without a key, whether a page may call."""
-        given = dict(exchange.scope["headers"])
-        headers: Headers = [
-            (b"access-control-allow-methods", b"GET, POST, PATCH, DELETE, OPTIONS"),
-            (b"access-control-max-age", _PREFLIGHT_S),
-        ]
-        if asked := given.get(b"access-control-request-headers"):
-            headers.append((b"access-control-allow-headers", asked))
-        await exchange.send({"type": "http.response.start", "status": 204, "headers": headers})
-        await exchange.send({"type": "http.response.body"})
-
-
-def _is_preflight(scope: Scope) -> bool:
-    names = {name for name, _ in scope["headers"]}
-    return scope["method"] == "OPTIONS" and {b"origin", b"access-control-request-method"} <= names
-
-
-def _normalise_path(scope: Scope) -> None:
-    """A trailing slash is as if absent: no redirect, which would lose the key or the scheme."""
-    path = scope["path"]
-    if len(path) > 1 and path.endswith("/") and not path.endswith("//"):
-        scope["path"] = path[:-1]

@@ -6,27 +6,22 @@ The status line of a stream waits for the first frame, so that early failures ar
 
 import asyncio
 import time
-from types import TracebackType
-from typing import Self
 
-import structlog
+from starlette.types import Receive, Scope, Send
 
 from contracts.errors import HeadraceError
 from contracts.messages.admission import DEADLINE_MS_MAX, RateLimits
-from contracts.messages.frames import ErrorData
 from contracts.messages.request import Reply
 from gateway import metrics
 from gateway.apis.api import Api
-from gateway.config import GatewayConfig
 from gateway.http import body
-from gateway.http.body import CallerLeft
-from gateway.http.exchange import Exchange, Headers, Receive, Scope, Send
-from gateway.intake.admission import Admission, AdmissionRefused, Admitted, Prepared, RequestContext
-from gateway.intake.auth import Directory
+from gateway.http.caller import CallerLeft, CallerWatch
+from gateway.http.exchange import Exchange, Headers
+from gateway.http.request_log import RequestLog
+from gateway.http.typed import Services
+from gateway.intake.admission import Prepared, RequestContext
 from gateway.streams.hub import Hub
 from gateway.streams.stream import KEEP_ALIVE, GatewayStream
-
-_log = structlog.get_logger()
 
 _STREAM_HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -35,58 +30,14 @@ _STREAM_HEADERS: Headers = [
 ]
 
 
-class Caller:
-    """Watches for the hang-up of an HTTP caller: inside the block it becomes CallerLeft."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._over = False
-        self._left = False
-
-    def __enter__(self) -> Self:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._watcher = asyncio.create_task(self._watch())
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.let_go()
-        self._watcher.cancel()
-        if self._left:
-            self._task.uncancel()
-            if kind is asyncio.CancelledError:
-                raise CallerLeft from None
-
-    def let_go(self) -> None:
-        """What comes now ends the answer; a disconnect is no longer of interest."""
-        self._over = True
-
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        if not self._over:
-            self._left = True
-            self._task.cancel()
-
-
 class Inference:
     """The APIs of the table, each as an ASGI application: ``partial(inference, api)``."""
 
-    def __init__(
-        self,
-        *,
-        directory: Directory,
-        admission: Admission,
-        hub: Hub,
-        config: GatewayConfig,
-    ) -> None:
-        self._directory = directory
-        self._admission = admission
+    def __init__(self, services: Services, hub: Hub) -> None:
+        self._config = services.config
+        self._directory = services.directory
+        self._intake = services.intake
         self._hub = hub
-        self._config = config
         self.draining = False
         """New requests are refused."""
         self._active = 0
@@ -103,7 +54,7 @@ class Inference:
 
     async def __call__(self, api: Api, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["headrace"]
-        log = _RequestLog(exchange, api)
+        log = RequestLog(exchange, api)
         self._active += 1
         self._idle.clear()
         try:
@@ -123,11 +74,7 @@ class Inference:
                 self._idle.set()
             log.write()
 
-    async def _read(self, exchange: Exchange) -> bytes:
-        config, headers = self._config, exchange.scope["headers"]
-        return await body.read(headers, exchange.receive, bytes_max=config.body_bytes_max, s_max=config.body_s_max)
-
-    async def _serve(self, api: Api, exchange: Exchange, log: "_RequestLog") -> None:
+    async def _serve(self, api: Api, exchange: Exchange, log: RequestLog) -> None:
         if self.draining:
             raise HeadraceError("shutting_down", "This server is shutting down; try again.", retry_after_s=1)
         headers = exchange.scope["headers"]
@@ -142,8 +89,8 @@ class Inference:
             deadline_ms=_deadline_ms(headers),
             client_request_id=exchange.client_request_id,
         )
-        data = await self._read(exchange)
-        with Caller(exchange.receive) as caller:
+        data = await body.read(exchange, self._config)
+        with CallerWatch(exchange.receive) as caller:
             prepared = await self._prepare(context, data, log)
             del data
             stream = log.stream = self._hub.listen(prepared.envelope)
@@ -161,23 +108,23 @@ class Inference:
             finally:
                 self._hub.leave(stream)
 
-    async def _prepare(self, context: RequestContext, data: bytes, log: "_RequestLog") -> Prepared:
-        parsed = await self._admission.parse(context.identity.tenant, data)
+    async def _prepare(self, context: RequestContext, data: bytes, log: RequestLog) -> Prepared:
+        parsed = await self._intake.parse(context.identity.tenant, data)
         log.model = parsed.model.manifest.name
-        prepared = await self._admission.prepare(context, parsed)
-        log.requested(prepared)
+        prepared = await self._intake.prepare(context, parsed)
+        log.envelope = prepared.envelope
         return prepared
 
-    async def _submit(self, prepared: Prepared, log: "_RequestLog") -> str:
+    async def _submit(self, prepared: Prepared, log: RequestLog) -> str:
         """Admit and store; the model that will answer, which may be a fallback."""
-        admitted = await self._admission.admit(prepared)
-        log.requested(admitted)
-        log.limits = admitted.limits
-        await self._admission.publish(admitted)
-        return admitted.envelope.model
+        admitted = await self._intake.admit(prepared)
+        log.envelope, log.limits = admitted.envelope, admitted.limits
+        log.model = admitted.envelope.model
+        await self._intake.publish(admitted)
+        return log.model
 
 
-async def _write_events(exchange: Exchange, stream: GatewayStream, caller: Caller, log: "_RequestLog") -> None:
+async def _write_events(exchange: Exchange, stream: GatewayStream, caller: CallerWatch, log: RequestLog) -> None:
     """Server-sent events until the stream's end. Raises HeadraceError when it ends before anything was sent."""
     await stream.ready()
     if stream.ended and not stream.first_chunk_at:
@@ -196,13 +143,13 @@ async def _write_events(exchange: Exchange, stream: GatewayStream, caller: Calle
     if failure is None:
         data += exchange.format.done
     else:
-        metrics.REFUSALS.labels(failure.code).inc()
+        metrics.ERRORS.labels(failure.code).inc()
         data += exchange.format.error_event(failure, stream.request_id, stream.attempt, stream.chunks)
     caller.let_go()
     await send({"type": "http.response.body", "body": data, "more_body": False})
 
 
-async def _write_answer(exchange: Exchange, stream: GatewayStream, caller: Caller, log: "_RequestLog") -> None:
+async def _write_answer(exchange: Exchange, stream: GatewayStream, caller: CallerWatch, log: RequestLog) -> None:
     """One JSON answer. Raises HeadraceError when there is none."""
     while not stream.ended:
         await stream.ready()
@@ -249,78 +196,3 @@ def _span(milliseconds: int) -> bytes:
     minutes, rest = divmod(milliseconds, 60_000)
     seconds = f"{rest / 1000:g}s"
     return (f"{minutes}m{seconds}" if minutes else seconds).encode()
-
-
-class _RequestLog:
-    """What became of a request, gathered on its way; one line of the log and the metrics when it has ended."""
-
-    def __init__(self, exchange: Exchange, api: Api) -> None:
-        self._exchange = exchange
-        self._api = api
-        self._stream = False
-        self._prompt_tokens = 0
-        self.tenant = ""
-        self.key_id = ""
-        self.model = ""
-        """Empty until the body is parsed."""
-        self.limits: RateLimits | None = None
-        """The tenant's token buckets after the scheduler's decision."""
-        self.stream: GatewayStream | None = None
-        self.outcome = "completed"
-        self.code = ""
-        self.status = 0
-        """HTTP status when it is not the code's own."""
-
-    def requested(self, request: Prepared | Admitted) -> None:
-        envelope = request.envelope
-        self.model, self._stream, self._prompt_tokens = envelope.model, envelope.stream, envelope.prompt_tokens
-
-    def refused(self, error: HeadraceError) -> None:
-        self.code = error.code
-        if self.outcome == "completed":
-            self.outcome = "refused"
-        if isinstance(error, AdmissionRefused):
-            self.limits = error.limits
-
-    def failure_of(self, stream: GatewayStream) -> ErrorData | None:
-        """Why the ended stream is no complete answer; None when it is one."""
-        failure = stream.error
-        if failure is None and (stream.end is None or stream.end.outcome == "cancelled"):
-            failure = ErrorData(code="cancelled", message="The request was cancelled.")
-        if failure is not None:
-            self.outcome = "cancelled" if failure.code in ("cancelled", "slow_reader") else "failed"
-            self.code = failure.code
-        return failure
-
-    def raise_for(self, stream: GatewayStream) -> None:
-        """Raises the failure of a stream as HeadraceError."""
-        if (failure := self.failure_of(stream)) is not None:
-            self.status = failure.status
-            raise HeadraceError(failure.code, failure.message, param=failure.param, retry_after_s=failure.retry_after_s)
-
-    def write(self) -> None:
-        exchange, stream = self._exchange, self.stream
-        now = time.monotonic()
-        end = stream.end if stream is not None else None
-        first_at = stream.first_chunk_at if stream is not None else 0.0
-        metrics.DURATION.labels(self.model).observe(now - exchange.started_at)
-        if stream is not None and stream.sse and first_at:
-            metrics.FIRST_TOKEN.labels(self.model).observe(first_at - exchange.started_at)
-        _log.info(
-            "request_finished",
-            request_id=exchange.request_id,
-            client_request_id=exchange.client_request_id,
-            tenant=self.tenant,
-            key_id=self.key_id,
-            model=self.model,
-            endpoint=self._api.endpoint,
-            stream=self._stream,
-            outcome=self.outcome,
-            code=self.code,
-            http_status=exchange.status or 499,
-            prompt_tokens=end.prompt_tokens if end is not None else self._prompt_tokens,
-            completion_tokens=end.completion_tokens if end is not None else 0,
-            attempt=stream.attempt if stream is not None else 0,
-            ttft_ms=round((first_at - exchange.started_at) * 1000, 1) if first_at else None,
-            duration_ms=round((now - exchange.started_at) * 1000, 1),
-        )

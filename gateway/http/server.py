@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from contracts import errors, ids
 from gateway.config import GatewayConfig
-from gateway.http.exchange import App
 
 KEEP_ALIVE_S = 90
 """Longer than proxies and client pools keep an idle connection (60 to 75 s), so that they close it, not we."""
@@ -25,7 +25,7 @@ HEAD_S_MAX = 30.0
 """From a head's first byte to its last: far more than any network needs (a guess)."""
 BACKLOG = 4096
 UNACKED_MS_MAX = 60_000
-"""A peer that takes no byte for so long is gone (TCP_USER_TIMEOUT; counts a closed window, too)."""
+"""A peer that takes no byte for so long has left (TCP_USER_TIMEOUT; counts a closed window, too)."""
 
 
 _UPGRADE = re.compile(rb"(?i)\r\nupgrade:")
@@ -134,7 +134,7 @@ class Server(uvicorn.Server):
         yield
 
 
-def make(app: App, config: GatewayConfig) -> Server:
+def make(app: ASGIApp, config: GatewayConfig) -> Server:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     tls: dict[str, Any] = {}
     if config.tls_cert_file:

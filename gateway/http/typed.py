@@ -17,7 +17,7 @@ from contracts.errors import HeadraceError
 from gateway.apis import fields
 from gateway.config import GatewayConfig
 from gateway.http import body
-from gateway.intake.admission import Admission
+from gateway.intake.admission import Intake
 from gateway.intake.auth import Directory, Identity
 from gateway.intake.catalog import Catalog
 
@@ -31,7 +31,7 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     bus: Bus
     directory: Directory
     catalog: Catalog
-    admission: Admission
+    intake: Intake
     not_ready: Callable[[], str]
     """The reason why the gateway is not ready, or an empty text."""
 
@@ -52,18 +52,18 @@ async def services_of(request: Request) -> Services:
 
 
 Name = Annotated[str, Path(min_length=1)]
-Gateway = Annotated[Services, Depends(services_of)]
+ServicesDep = Annotated[Services, Depends(services_of)]
 
 
-async def authenticated(request: Request, gateway: Gateway) -> Identity:
+async def authenticated(request: Request, services: ServicesDep) -> Identity:
     """Raises HeadraceError (invalid_api_key)."""
-    return gateway.directory.authenticate(request.scope["headers"])
+    return services.directory.authenticate(request.scope["headers"])
 
 
-Caller = Annotated[Identity, Depends(authenticated)]
+CallerDep = Annotated[Identity, Depends(authenticated)]
 
 
-async def administrator(caller: Caller) -> None:
+async def administrator(caller: CallerDep) -> None:
     """Raises HeadraceError (invalid_api_key, permission_denied)."""
     if not caller.admin:
         raise HeadraceError("permission_denied", "This needs an admin key.")
@@ -76,11 +76,8 @@ class BodyReader:
         self.kind = kind
         self._raw = raw
 
-    async def __call__(self, request: Request, gateway: Gateway) -> Any:
-        config = gateway.config
-        data = await body.read(
-            request.scope["headers"], request.receive, bytes_max=config.body_bytes_max, s_max=config.body_s_max
-        )
+    async def __call__(self, request: Request, services: ServicesDep) -> Any:
+        data = await body.read(request.scope["headrace"], services.config)
         if self._raw:
             return data
         try:

@@ -89,7 +89,7 @@ class AdmissionRefused(HeadraceError):
         self.limits = answer.limits
 
 
-class Admission:
+class Intake:
     """The way in. ``cancel`` sends a cancel and repeats it until it is durable."""
 
     def __init__(

@@ -6,7 +6,7 @@ request can be admitted anyway.
 """
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 import structlog
@@ -19,13 +19,10 @@ from contracts.messages.records import KeyRecord, TenantRecord
 
 _log = structlog.get_logger()
 
-M = TypeVar("M")
+R = TypeVar("R", KeyRecord, TenantRecord)
 
 SECRET_BYTES_MAX = 512
 """Longer credentials are not looked at; ours have 46 bytes."""
-
-_keys = Codec[KeyRecord](KeyRecord)
-_tenants = Codec[TenantRecord](TenantRecord)
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -36,19 +33,37 @@ class Identity(msgspec.Struct, frozen=True):
     admin: bool = False
 
 
+class _Records(Generic[R]):
+    """The records of one bucket by their keys."""
+
+    def __init__(self, kind: type[R]) -> None:
+        self._codec: Codec[R] = Codec(kind)
+        self.known: dict[str, R] = {}
+
+    def take(self, key: str, entry: KvEntry | None) -> None:
+        """A watch's handler. A record that cannot be decoded counts as absent: nobody gets in by it."""
+        self.known.pop(key, None)
+        if entry is None:
+            return
+        try:
+            self.known[key] = self._codec.decode(entry.value)
+        except msgspec.MsgspecError as error:
+            _log.error("record_undecodable", key=key[:8], reason=str(error))
+
+
 class Directory:
     """Keys and tenants as the buckets hold them now."""
 
     def __init__(self, pepper: bytes) -> None:
         self.pepper = pepper
-        self._keys: dict[str, KeyRecord] = {}
-        self._tenants: dict[str, TenantRecord] = {}
+        self._keys = _Records(KeyRecord)
+        self._tenants = _Records(TenantRecord)
         self._watches: list[Watch] = []
 
     async def start(self, bus: Bus) -> None:
         """Returns when the present state is known."""
-        self._watches.append(await bus.kv.watch(topology.TENANTS, self._on_tenant))
-        self._watches.append(await bus.kv.watch(topology.KEYS, self._on_key))
+        for bucket, records in ((topology.TENANTS, self._tenants), (topology.KEYS, self._keys)):
+            self._watches.append(await bus.kv.watch(bucket, records.take))
 
     async def close(self) -> None:
         for watch in self._watches:
@@ -57,7 +72,7 @@ class Directory:
     def tenant(self, name: str) -> TenantRecord | None:
         """The tenant, unless it does not exist or is disabled."""
         try:
-            record = self._tenants.get(subjects.encode(name))
+            record = self._tenants.known.get(subjects.encode(name))
         except subjects.InvalidName:
             return None
         return None if record is None or record.disabled else record
@@ -69,7 +84,7 @@ class Directory:
         """
         secret = _secret(headers)
         digest = registry.key_hash(self.pepper, secret)
-        key = self._keys.get(digest)
+        key = self._keys.known.get(digest)
         tenant = None if key is None or key.revoked_at_ms else self.tenant(key.tenant)
         if key is None or tenant is None or not secret:
             raise HeadraceError(
@@ -77,20 +92,6 @@ class Directory:
                 "No valid API key was given. Send it as 'Authorization: Bearer hr_...' or 'x-api-key: hr_...'.",
             )
         return Identity(tenant, key.id, key.admin)
-
-    def _on_key(self, name: str, entry: KvEntry | None) -> None:
-        record = _decoded(_keys, name, entry)
-        if record is None:
-            self._keys.pop(name, None)
-        else:
-            self._keys[name] = record
-
-    def _on_tenant(self, name: str, entry: KvEntry | None) -> None:
-        record = _decoded(_tenants, name, entry)
-        if record is None:
-            self._tenants.pop(name, None)
-        else:
-            self._tenants[name] = record
 
 
 def _secret(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
@@ -113,14 +114,3 @@ def _credential(name: bytes, value: bytes) -> bytes | None:
         return value
     scheme, _, secret = value.partition(b" ")
     return secret.strip() if scheme.lower() == b"bearer" else b""
-
-
-def _decoded(codec: Codec[M], name: str, entry: KvEntry | None) -> M | None:
-    """The record; None when it is gone or cannot be read (then nobody gets in by it)."""
-    if entry is None:
-        return None
-    try:
-        return codec.decode(entry.value)
-    except msgspec.MsgspecError as error:
-        _log.error("record_unreadable", key=name[:8], reason=str(error))
-        return None

@@ -15,7 +15,7 @@ from contracts.messages.base import Codec
 from contracts.messages.frames import ErrorData
 from contracts.messages.request import SubmitAnswer, SubmitRequest
 from gateway.apis.table import APIS
-from gateway.intake.admission import Admission, AdmissionRefused, RequestContext
+from gateway.intake.admission import AdmissionRefused, Intake, RequestContext
 from gateway.intake.auth import Directory, Identity
 
 _log = structlog.get_logger()
@@ -31,10 +31,10 @@ _answer_codec = Codec[SubmitAnswer](SubmitAnswer)
 class NatsIngress:
     """Takes requests from the bus between ``start`` and ``close``."""
 
-    def __init__(self, bus: Bus, directory: Directory, admission: Admission) -> None:
+    def __init__(self, bus: Bus, directory: Directory, intake: Intake) -> None:
         self._bus = bus
         self._directory = directory
-        self._admission = admission
+        self._intake = intake
         self._subscription: Subscription | None = None
 
     async def start(self) -> None:
@@ -90,10 +90,10 @@ class NatsIngress:
             stream_owner=_stream_owner(tenant_name, submitted.stream_owner),
             deadline_ms=deadline_ms,
         )
-        parsed = await self._admission.parse(tenant, submitted.body or b"{}", model=model)
-        admitted = await self._admission.admit(await self._admission.prepare(context, parsed))
+        parsed = await self._intake.parse(tenant, submitted.body or b"{}", model=model)
+        admitted = await self._intake.admit(await self._intake.prepare(context, parsed))
         try:
-            await self._admission.publish(admitted)
+            await self._intake.publish(admitted)
         except HeadraceError as error:
             return _refusal(request_id, error, admitted.limits)
         envelope = admitted.envelope

@@ -15,7 +15,7 @@ from contracts.errors import HeadraceError
 from contracts.messages.base import Codec, Priority
 from contracts.messages.queues import QueueAnswer
 from contracts.messages.records import KeyRecord, Manifest, PoolLimits, TenantLimits, TenantRecord
-from gateway.http.typed import BodyReader, Gateway, Listed, Name, TypedRoute, administrator, refusals
+from gateway.http.typed import BodyReader, Listed, Name, ServicesDep, TypedRoute, administrator, refusals
 
 ASK_TIMEOUT_S = 2.0
 
@@ -115,18 +115,20 @@ router = APIRouter(
 
 
 @router.get("/tenants", summary="All tenants")
-async def tenants(gateway: Gateway) -> Listed[TenantRecord]:
-    return Listed(await registry.tenants(gateway.bus))
+async def tenants(services: ServicesDep) -> Listed[TenantRecord]:
+    return Listed(await registry.tenants(services.bus))
 
 
 @router.post("/tenants", summary="Make a tenant", status_code=201, responses=refusals(409))
-async def create_tenant(gateway: Gateway, new: Annotated[NewTenant, Depends(BodyReader(NewTenant))]) -> TenantRecord:
-    return await registry.create_tenant(gateway.bus, new.apply(TenantRecord(name=new.name)))
+async def create_tenant(
+    services: ServicesDep, new: Annotated[NewTenant, Depends(BodyReader(NewTenant))]
+) -> TenantRecord:
+    return await registry.create_tenant(services.bus, new.apply(TenantRecord(name=new.name)))
 
 
 @router.get("/tenants/{name:path}", summary="One tenant", responses=refusals(404))
-async def tenant(gateway: Gateway, name: Name) -> TenantRecord:
-    record = await registry.tenant(gateway.bus, name)
+async def tenant(services: ServicesDep, name: Name) -> TenantRecord:
+    record = await registry.tenant(services.bus, name)
     if record is None:
         raise HeadraceError("not_found", f"There is no tenant {name!r}.")
     return record
@@ -138,14 +140,14 @@ async def tenant(gateway: Gateway, name: Name) -> TenantRecord:
     responses=refusals(404, 409),
 )
 async def change_tenant(
-    gateway: Gateway, name: Name, change: Annotated[TenantChange, Depends(BodyReader(TenantChange))]
+    services: ServicesDep, name: Name, change: Annotated[TenantChange, Depends(BodyReader(TenantChange))]
 ) -> TenantRecord:
-    return await registry.change_tenant(gateway.bus, name, change.apply)
+    return await registry.change_tenant(services.bus, name, change.apply)
 
 
 @router.get("/keys", summary="All API keys, without their secrets")
-async def keys(gateway: Gateway) -> Listed[KeyRecord]:
-    return Listed(await registry.keys(gateway.bus))
+async def keys(services: ServicesDep) -> Listed[KeyRecord]:
+    return Listed(await registry.keys(services.bus))
 
 
 @router.post(
@@ -155,19 +157,19 @@ async def keys(gateway: Gateway) -> Listed[KeyRecord]:
     responses=refusals(404),
 )
 async def create_key(
-    gateway: Gateway, new: Annotated[NewKeyRequest, Depends(BodyReader(NewKeyRequest))]
+    services: ServicesDep, new: Annotated[NewKeyRequest, Depends(BodyReader(NewKeyRequest))]
 ) -> registry.NewKey:
-    return await registry.create_key(gateway.bus, gateway.directory.pepper, new.tenant, admin=new.admin)
+    return await registry.create_key(services.bus, services.directory.pepper, new.tenant, admin=new.admin)
 
 
 @router.delete("/keys/{id}", summary="Revoke an API key everywhere, within a second", responses=refusals(404))
-async def revoke_key(gateway: Gateway, id: Name) -> KeyRecord:
-    return await registry.revoke_key(gateway.bus, id)
+async def revoke_key(services: ServicesDep, id: Name) -> KeyRecord:
+    return await registry.revoke_key(services.bus, id)
 
 
 @router.get("/models", summary="All models and the bounds of their queues")
-async def models(gateway: Gateway) -> Listed[ModelLimits]:
-    return Listed([ModelLimits.of(manifest) for manifest in await registry.models(gateway.bus)])
+async def models(services: ServicesDep) -> Listed[ModelLimits]:
+    return Listed([ModelLimits.of(manifest) for manifest in await registry.models(services.bus)])
 
 
 @router.patch(
@@ -176,20 +178,20 @@ async def models(gateway: Gateway) -> Listed[ModelLimits]:
     responses=refusals(404, 409),
 )
 async def change_model(
-    gateway: Gateway, model: Name, change: Annotated[ModelChange, Depends(BodyReader(ModelChange))]
+    services: ServicesDep, model: Name, change: Annotated[ModelChange, Depends(BodyReader(ModelChange))]
 ) -> ModelLimits:
     limits = _given(change)
     fallbacks = limits.pop("fallbacks", None)
-    return ModelLimits.of(await registry.change_model(gateway.bus, model, limits=limits, fallbacks=fallbacks))
+    return ModelLimits.of(await registry.change_model(services.bus, model, limits=limits, fallbacks=fallbacks))
 
 
 @router.get("/queues", summary="Live queues of every model")
-async def queues(gateway: Gateway) -> Listed[Any]:
+async def queues(services: ServicesDep) -> Listed[Any]:
     """A model whose scheduler does not answer has the reason instead."""
     data: list[Any] = []
-    for manifest in await registry.models(gateway.bus):
+    for manifest in await registry.models(services.bus):
         try:
-            answer = await gateway.bus.request(subjects.queues(manifest.name), b"{}", timeout_s=ASK_TIMEOUT_S)
+            answer = await services.bus.request(subjects.queues(manifest.name), b"{}", timeout_s=ASK_TIMEOUT_S)
             data.append(_queues.decode(answer))
         except Unavailable:
             data.append({"model": manifest.name, "error": "no scheduler answers at the moment"})

@@ -24,7 +24,7 @@ from contracts.messages.usage import (
     UsageDimension,
     UsageQuery,
 )
-from gateway.http.typed import Caller, Gateway, TypedRoute, administrator, refusals
+from gateway.http.typed import CallerDep, ServicesDep, TypedRoute, administrator, refusals
 
 TIMEOUT_S = 35.0
 """Longer than a ledger lets a question take."""
@@ -124,23 +124,23 @@ _LATENCY = "How long requests took: quantiles of each span"
 
 
 @own.get("", summary=_USAGE)
-async def own_usage(gateway: Gateway, caller: Caller, asked: Annotated[OwnUsage, Query()]) -> PricedRows:
-    return await _usage(gateway.bus, asked, caller.tenant.name)
+async def own_usage(services: ServicesDep, caller: CallerDep, asked: Annotated[OwnUsage, Query()]) -> PricedRows:
+    return await _usage(services.bus, asked, caller.tenant.name)
 
 
 @own.get("/latency", summary=_LATENCY)
-async def own_latency(gateway: Gateway, caller: Caller, asked: Annotated[OwnLatency, Query()]) -> Rows:
-    return await _latency(gateway.bus, asked, caller.tenant.name)
+async def own_latency(services: ServicesDep, caller: CallerDep, asked: Annotated[OwnLatency, Query()]) -> Rows:
+    return await _latency(services.bus, asked, caller.tenant.name)
 
 
 @everyones.get("", summary=_USAGE)
-async def all_usage(gateway: Gateway, asked: Annotated[AllUsage, Query()]) -> PricedRows:
-    return await _usage(gateway.bus, asked, asked.tenant)
+async def all_usage(services: ServicesDep, asked: Annotated[AllUsage, Query()]) -> PricedRows:
+    return await _usage(services.bus, asked, asked.tenant)
 
 
 @everyones.get("/latency", summary=_LATENCY)
-async def all_latency(gateway: Gateway, asked: Annotated[AllLatency, Query()]) -> Rows:
-    return await _latency(gateway.bus, asked, asked.tenant)
+async def all_latency(services: ServicesDep, asked: Annotated[AllLatency, Query()]) -> Rows:
+    return await _latency(services.bus, asked, asked.tenant)
 
 
 # Questions to the ledger -----------------------------------------------------------------------------------

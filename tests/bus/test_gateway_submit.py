@@ -1,4 +1,4 @@
-"""The front door on the bus: the same policy as HTTP, and reply subjects of one's own tenant only."""
+"""The NATS ingress: the same policy as HTTP, and reply subjects of one's own tenant only."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -145,7 +145,9 @@ async def test_c17_a_failure_counts_as_one(stack: Stack) -> None:
     def failures() -> float:
         lines = httpx.get(stack.run.metrics_urls["gateway"][0], trust_env=False).text.splitlines()
         return sum(
-            float(line.split()[-1]) for line in lines if line.startswith('headrace_refusals_total{code="engine_error')
+            float(line.split()[-1])
+            for line in lines
+            if line.startswith('headrace_http_errors_total{code="engine_error')
         )
 
     before = failures()
