@@ -23,6 +23,7 @@ from contracts.messages.usage import (
     LatencyAnswer,
     LatencyQuery,
     LatencyRow,
+    LedgerAnswer,
     Quantiles,
     UsageAnswer,
     UsageQuery,
@@ -42,7 +43,6 @@ _invoice_queries: Codec[InvoiceQuery] = Codec(InvoiceQuery)
 _explain_queries: Codec[ExplainQuery] = Codec(ExplainQuery)
 _encode = msgspec.json.Encoder().encode
 
-AnyAnswer = UsageAnswer | LatencyAnswer | InvoiceAnswer | ExplainAnswer
 Q = TypeVar("Q", UsageQuery, LatencyQuery, InvoiceQuery)
 
 
@@ -67,17 +67,17 @@ class QueryApi:
             await message.respond(_encode(answer))
         metrics.QUERY_SECONDS.observe(time.monotonic() - started)
 
-    async def _answer(self, message: Incoming) -> AnyAnswer:
+    async def _answer(self, message: Incoming) -> LedgerAnswer:
         try:
             tenant, name = subjects.scope_of_usage(message.subject)
             return await self._query(name, message.data, tenant)
         except (msgspec.MsgspecError, subjects.InvalidName, BadQuery) as error:
-            return UsageAnswer(error=str(error), code="invalid_request")
+            return LedgerAnswer(error=str(error), code="invalid_request")
         except StoreError as error:
             log.warning("query_not_answered", error=str(error))
-            return UsageAnswer(error="the ledger's database does not answer", code="unavailable")
+            return LedgerAnswer(error="the ledger's database does not answer", code="unavailable")
 
-    async def _query(self, name: str, data: bytes, tenant: str | None) -> AnyAnswer:
+    async def _query(self, name: str, data: bytes, tenant: str | None) -> LedgerAnswer:
         """``tenant``: of whom the subject lets ask; None: of all."""
         match name:
             case "usage":
@@ -93,7 +93,7 @@ class QueryApi:
 
     async def usage(self, query: UsageQuery) -> UsageAnswer:
         """A page of usage by the dimensions asked for."""
-        query_limits.check_usage(query)
+        query_limits.check(query)
         plan = await rollups.plan(self._store, query.from_at_ms, query.to_at_ms, queries.levels(query.by))
         found = await self._store.select(queries.usage(query, plan))
         columns = (*query.by, *USAGE_FIGURES)
@@ -105,7 +105,7 @@ class QueryApi:
 
     async def latency(self, query: LatencyQuery) -> LatencyAnswer:
         """A page of latencies by the dimensions asked for."""
-        query_limits.check_latency(query)
+        query_limits.check(query)
         plan = await rollups.plan(self._store, query.from_at_ms, query.to_at_ms, queries.levels(query.by))
         found = await self._store.select(queries.latency(query, plan))
         answered = []

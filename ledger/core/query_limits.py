@@ -1,7 +1,5 @@
 """What a query may ask: which ranges, pages and dimensions; pure."""
 
-from collections.abc import Sequence
-
 from contracts.messages.usage import LatencyQuery, UsageQuery
 
 ROWS_MAX = 10_000
@@ -17,36 +15,21 @@ class BadQuery(ValueError):
     """The query cannot be answered; the text says why."""
 
 
-def check_usage(query: UsageQuery) -> None:
-    """Raises BadQuery."""
-    _check_range(query.from_at_ms, query.to_at_ms)
-    _check_page(query.by, query.limit, query.offset)
-    if "hour" in query.by and query.to_at_ms - query.from_at_ms > HOURS_RANGE_MS_MAX:
-        raise BadQuery("by hour a range has at most 92 days")
-
-
-def _check_range(from_ms: int, to_ms: int) -> None:
-    if not 0 <= from_ms < to_ms:
+def check(query: UsageQuery | LatencyQuery) -> None:
+    """Raises BadQuery unless range, page and dimensions are possible."""
+    length_ms, by = query.to_at_ms - query.from_at_ms, set(query.by)
+    if not 0 <= query.from_at_ms < query.to_at_ms:
         raise BadQuery("the range [from, to) is empty or reversed")
-    if to_ms > 10_413_792_000_000:
+    if query.to_at_ms > 10_413_792_000_000:
         raise BadQuery("the range ends after the year 2299")
-
-
-def _check_page(by: Sequence[str], limit: int, offset: int) -> None:
-    if len(set(by)) < len(by):
+    if len(by) < len(query.by):
         raise BadQuery("a dimension is named twice")
-    if not 1 <= limit <= ROWS_MAX:
-        raise BadQuery(f"limit is {limit}; 1 to {ROWS_MAX} are possible")
-    if not 0 <= offset <= OFFSET_MAX:
-        raise BadQuery(f"offset is {offset}; 0 to {OFFSET_MAX} are possible")
-
-
-def check_latency(query: LatencyQuery) -> None:
-    """Raises BadQuery."""
-    _check_range(query.from_at_ms, query.to_at_ms)
-    _check_page(query.by, query.limit, query.offset)
-    length_ms = query.to_at_ms - query.from_at_ms
-    if "hour" in query.by and length_ms > HOURS_RANGE_MS_MAX:
+    if not 1 <= query.limit <= ROWS_MAX:
+        raise BadQuery(f"limit is {query.limit}; 1 to {ROWS_MAX} are possible")
+    if not 0 <= query.offset <= OFFSET_MAX:
+        raise BadQuery(f"offset is {query.offset}; 0 to {OFFSET_MAX} are possible")
+    if "hour" in by and length_ms > HOURS_RANGE_MS_MAX:
         raise BadQuery("by hour a range has at most 92 days")
-    if {"hour", "tenant"} <= set(query.by) and query.tenant is None and length_ms > TENANTS_HOURS_RANGE_MS_MAX:
+    sketches = isinstance(query, LatencyQuery) and {"hour", "tenant"} <= by and query.tenant is None
+    if sketches and length_ms > TENANTS_HOURS_RANGE_MS_MAX:
         raise BadQuery("by hour and tenant a range has at most 6 hours, unless one tenant is named")

@@ -4,7 +4,7 @@ import pytest
 
 from contracts.messages.usage import LatencyQuery, UsageQuery
 from ledger.core import queries
-from ledger.core.query_limits import BadQuery, check_latency, check_usage
+from ledger.core.query_limits import BadQuery, check
 from ledger.core.rollup_plan import HOUR_S, Build, Level, Mark, Piece, Plan, due, plan
 from ledger.store import statements
 
@@ -64,15 +64,15 @@ def test_without_dimensions_there_is_one_total() -> None:
 )
 def test_a_bad_query_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(BadQuery):
-        check_usage(query(**changes))
+        check(query(**changes))
 
 
 def test_latencies_of_all_tenants_by_hour_are_asked_for_in_short_ranges() -> None:
     bounds = {"from_at_ms": 0, "to_at_ms": 3 * 86_400_000}
     with pytest.raises(BadQuery):
-        check_latency(LatencyQuery(**bounds, by=["hour", "tenant"]))
-    check_latency(LatencyQuery(**bounds, by=["hour", "tenant"], tenant="a"))
-    check_latency(LatencyQuery(**bounds, by=["hour"]))
+        check(LatencyQuery(**bounds, by=["hour", "tenant"]))
+    check(LatencyQuery(**bounds, by=["hour", "tenant"], tenant="a"))
+    check(LatencyQuery(**bounds, by=["hour"]))
 
 
 # Plans: every event of the range in exactly one part ------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What support reads of a request, for each row of the failure table (DESIGN.md section 7)."""
+"""What support reads of a request, for each row of the failure table."""
 
 import re
 from typing import Any
