@@ -5,7 +5,7 @@ import sys
 from contracts.bus import Bus
 from contracts.service.process import run_service
 from ledger.config import LedgerConfig
-from ledger.ingest import Ledger
+from ledger.service import Ledger
 
 
 async def build(config: LedgerConfig, bus: Bus) -> Ledger:

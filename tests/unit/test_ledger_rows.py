@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from contracts import ids, instants, subjects
 from contracts.messages.attempts import AttemptEvent
+from ledger.availability import pause_s
 from ledger.core import rows
-from ledger.ingest import pause_s
 
 NOW_MS = 1_790_000_000_000
 DAY_MS = 86_400_000
