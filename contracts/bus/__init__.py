@@ -1,8 +1,8 @@
-"""The one NATS adapter: the only package that imports nats. Every hazard of NATS that was measured is guarded
-here. It decides nothing about Headrace.
+"""The one NATS adapter: the only package that imports nats. Every hazard of NATS that was measured is guarded here.
+It decides nothing about Headrace.
 
-A ``Bus`` is one connection and its parts; ``OrderedConsumer`` (live reading), ``PullConsumer`` and
-``BatchConsumer`` (taking work) are made upon ``bus.jetstream`` and started.
+A ``Bus`` is one connection and its parts; ``OrderedConsumer`` (live reading), ``PullConsumer`` and ``BatchConsumer``
+(taking work) are made upon ``bus.jetstream`` and started.
 """
 
 import asyncio

@@ -29,8 +29,7 @@ from contracts.bus.types import (
 )
 
 API_TIMEOUT_S = 5.0
-"""Longest wait for any answer of JetStream, tries included; a restarted server is back in well under a
-second."""
+"""Longest wait for any answer of JetStream, tries included; a restarted server is back in well under a second."""
 TRY_TIMEOUT_S = 1.0
 RETRY_WAIT_S = 0.1
 CONSUMER_RETRY_S = 0.25
@@ -52,12 +51,13 @@ _KINDS: dict[int, type[BusError]] = {
     **dict.fromkeys((10008, 10009, 10039, 10074, 10076, 10118), NoResponder),  # not ready yet
 }
 
-
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 
 class ApiError(msgspec.Struct):
+    """What the server says went wrong: HTTP-like ``code``, and ``err_code`` by its own list."""
+
     code: int = 0
     err_code: int = 0
     description: str = ""
@@ -106,11 +106,11 @@ class JetStream:
         """Publish to the stream of ``subject`` and wait for its word, repeating with ``msg_id`` within
         ``timeout_s``.
 
-        ``expect_last`` is the sequence that the subject's last message must have, 0 for none: this alone is
-        safe over a restart, since ids of deleted messages are then forgotten. When it is refused, the last
-        message is read back: the same id and data are this message, stored by an earlier try (``duplicate``).
-        Raises WrongSequence, which holds what was found instead, StreamFull, TooLarge; Unconfirmed when no
-        answer came, and then the message may be stored, or be stored later.
+        ``expect_last`` is the sequence that the subject's last message must have, 0 for none: this alone is safe
+        over a restart, since ids of deleted messages are then forgotten. When it is refused, the last message is
+        read back: the same id and data are this message, stored by an earlier try (``duplicate``). Raises
+        WrongSequence, which holds what was found instead, StreamFull, TooLarge; Unconfirmed when no answer came, and
+        then the message may be stored, or be stored later.
         """
         all_headers = {MSG_ID: msg_id, **(headers or {})}
         if expect_last is not None:
@@ -143,15 +143,14 @@ class JetStream:
         error.found = found
         raise error
 
-    async def delete(self, stream: str, seq: int) -> bool:
-        """Delete one message; True also when it was gone."""
+    async def delete(self, stream: str, seq: int) -> None:
+        """Delete one message, which may be gone already."""
         try:
             await self.api(f"STREAM.MSG.DELETE.{stream}", {"seq": seq, "no_erase": True})
         except BusError as error:
             # The server has several words for a message that is gone.
             if error.err_code in (0, NO_STREAM) or await self.get(stream, seq) is not None:
                 raise
-        return True
 
     async def purge(self, stream: str, subject: str) -> int:
         """Delete every message on ``subject``, which may have wildcards; how many there were."""
@@ -204,9 +203,9 @@ class JetStream:
     ) -> AsyncIterator[Incoming]:
         """Everything stored now on ``subject_filter`` from ``start_seq`` on, in order, by batched direct get.
 
-        Finite, and leaves no consumer behind. With ``to_the_end`` also what is stored while reading: a key
-        written anew meanwhile moves to the end. Raises Unavailable when the stream does not answer. On a
-        replicated stream a follower that lags may answer without the newest messages.
+        Finite, and leaves no consumer behind. With ``to_the_end`` also what is stored while reading: a key written
+        again meanwhile moves to the end. Raises Unavailable when the stream does not answer. On a replicated stream
+        a follower that lags may answer without the newest messages.
         """
         left: int | None = None
         position = start_seq
@@ -221,9 +220,7 @@ class JetStream:
                 left = pending if left is None else left - len(batch)
 
     async def _batch(self, stream: str, subject_filter: str, start_seq: int) -> tuple[list[Incoming], int]:
-        """One batch from ``start_seq`` on and how many messages follow it; asked again when something is
-        missing.
-        """
+        """One batch from ``start_seq`` on and how many messages follow it; asked again when something is missing."""
         question = msgspec.json.encode(
             {
                 "seq": start_seq,
@@ -303,8 +300,8 @@ class JetStream:
     async def _insist(
         self, attempt: Callable[[float], Awaitable[T]], timeout_s: float, retries: Counter | None = None
     ) -> T:
-        """``attempt``, which gets the seconds that it may take, again while it raises Unavailable and
-        ``timeout_s`` lasts.
+        """``attempt``, which gets the seconds that it may take, again while it raises Unavailable and ``timeout_s``
+        lasts.
 
         Nothing is tried while disconnected: of what lies in the buffer we would not learn the fate.
         """
@@ -323,7 +320,7 @@ class JetStream:
             await asyncio.sleep(RETRY_WAIT_S)
 
     async def stream_state(self, stream: str) -> tuple[int, int]:
-        """When ``stream`` was made, in Unix ns, and its last sequence: shows a stream that was made anew."""
+        """When ``stream`` was made, in Unix ns, and its last sequence: together they show a stream that was wiped."""
         info = await self.api(f"STREAM.INFO.{stream}")
         return rfc3339_ns(info["created"]), int(info["state"]["last_seq"])
 

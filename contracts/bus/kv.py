@@ -21,7 +21,7 @@ _KEY = re.compile(r"[-/_=A-Za-z0-9]+(\.[-/_=A-Za-z0-9]+)*\Z")
 
 
 class Watch:
-    """A live view of a bucket; ``close`` ends it."""
+    """A live view of a bucket, made by ``KeyValue.watch``; ``close`` ends it."""
 
     def __init__(
         self, jetstream: JetStream, bucket: str, handler: Callable[[str, KvEntry | None], None], key_filter: str
@@ -42,6 +42,7 @@ class Watch:
         )
 
     async def start(self) -> None:
+        """Return once every key that is there has been told; raises TimeoutError, or what the server says."""
         try:
             async with asyncio.timeout(WATCH_START_TIMEOUT_S):
                 await self._consumer.start()
@@ -51,10 +52,11 @@ class Watch:
             raise
 
     async def close(self) -> None:
+        """Tell no more."""
         await self._consumer.close()
 
     def _start(self, set_back: bool) -> None:
-        """A snapshot begins; in a bucket made anew or set back revisions say nothing."""
+        """A snapshot begins; in a bucket that was wiped or set back revisions say nothing."""
         self._seen = set()
         if set_back:
             self._revisions = dict.fromkeys(self._revisions, 0)
@@ -90,12 +92,17 @@ class Watch:
 
 
 class KeyValue:
-    """Keys by bucket, upon streams."""
+    """Keys by bucket, upon streams.
+
+    A bucket B is the stream KV_B, a key's revision its sequence there. Keys have letters, digits and ``-/_=.``;
+    others raise BusError. Times to live are in seconds, in steps of 1 ms, at least 1 s.
+    """
 
     def __init__(self, jetstream: JetStream) -> None:
         self._jetstream = jetstream
 
     async def get(self, bucket: str, key: str) -> KvEntry | None:
+        """The key's entry; None when it is not there, was deleted or has expired."""
         message = await self._jetstream.last(f"KV_{bucket}", _key_subject(bucket, key))
         return None if message is None else entry_of(key, message)
 
@@ -117,7 +124,7 @@ class KeyValue:
         return await self._write(bucket, key, value, expect=revision, ttl_s=ttl_s)
 
     async def update(self, bucket: str, key: str, value: bytes, *, revision: int, ttl_s: float | None = None) -> int:
-        """Write over exactly ``revision``; the time to live starts anew, or ends without ``ttl_s``."""
+        """Write over exactly ``revision``; the time to live starts again, or ends without ``ttl_s``."""
         return await self._write(bucket, key, value, expect=revision, ttl_s=ttl_s)
 
     async def delete(self, bucket: str, key: str, *, revision: int | None = None) -> None:

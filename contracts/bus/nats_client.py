@@ -1,8 +1,8 @@
 """nats-py's client, made fit: the only file that imports nats, and the only one that knows its private parts.
 
-A socket of a failed try is not leaked, messages are built as ours, a connection whose tasks died or hang is
-revived, and the library's errors become ours. pyproject bounds the library's version, and
-tests/bus/test_nats_client.py says in words which private part a new version has changed.
+A socket of a failed try is not leaked, messages are built as ours, a connection whose tasks died or hang is revived,
+and the library's errors become ours. pyproject bounds the library's version, and tests/bus/test_nats_client.py says
+in words which private part a new version has changed.
 """
 
 import asyncio
@@ -61,12 +61,12 @@ class Client(LibraryClient):
             writer.transport.abort()
 
     async def watch(self, is_up: Callable[[], bool], is_closing: Callable[[], bool]) -> None:
-        """Revive a connection whose tasks died or hang, until it is closed: it would stay "connected" and deaf
-        for minutes, or for ever.
+        """Revive a connection whose tasks died or hang, until it is closed: it would stay "connected" and deaf for
+        minutes, or for ever.
 
-        A reconnect may also die of an exception that the library does not catch, or hang: it waits for the
-        old socket to take what is buffered, which a broken link never does. ``is_up``: the library has not yet
-        told of the disconnect.
+        A reconnect may also die of an exception that the library does not catch, or hang: it waits for the old
+        socket to take what is buffered, which a broken link never does. ``is_up``: the library has not yet told of
+        the disconnect.
         """
         dead_ticks = hung_ticks = 0
         while not self.is_closed:

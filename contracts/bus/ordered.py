@@ -1,4 +1,4 @@
-"""Reading a stream live without loss or repetition: an ordered consumer, made anew after any trouble."""
+"""Reading a stream live without loss or repetition: an ordered consumer, made again after any trouble."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,8 @@ from contracts.bus.types import BusError, Handler, Incoming, Unavailable
 
 HEARTBEAT_S = 0.5
 """Of an idle consumer: a watch with .5 s resumed .7 s after a server restart, the library's 5 s took 19.7 s
-(measured)."""
+(measured).
+"""
 SILENCE_S = 3 * HEARTBEAT_S
 """Neither message nor heartbeat for this long: the consumer is gone."""
 INACTIVE_S = 10.0
@@ -24,13 +25,12 @@ INACTIVE_S = 10.0
 class OrderedConsumer:
     """Hands each message of ``stream`` to ``handler``, once and in order, until ``close``; over restarts too.
 
-    Starts at ``start_seq`` or at ``start_at_ms`` (Unix ms), else with what is stored from now on. Not for
-    work-queue streams. A stream that vanishes is waited for.
+    Starts at ``start_seq`` or at ``start_at_ms`` (Unix ms), else with what is stored from now on. Not for work-queue
+    streams. A stream that vanishes is waited for.
 
     With ``snapshot`` every start, also after trouble, first hands over the last message of each subject
-    (``on_start(set_back)`` before, ``on_current()`` once they have all been handed over): the reader
-    compares. Without, it goes on after the last message handed over. When the stream was wiped and made anew,
-    it is read from its start.
+    (``on_start(set_back)`` before, ``on_current()`` once they have all been handed over): the reader compares.
+    Without, it goes on after the last message handed over. A stream that was wiped is read from its start.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class OrderedConsumer:
         await self._drop()
         created_ns, last_seq = await self._jetstream.stream_state(self._stream)
         if set_back := self._position is not None and created_ns != self._created_ns:
-            self._position = 0  # the stream was made anew
+            self._position = 0  # the stream was wiped
         elif set_back := self._position is not None and last_seq < self._position:
             self._position = last_seq  # the server lost what it had not yet on disk; numbers are given again
         arrived: deque[Incoming] = deque()
@@ -205,7 +205,7 @@ class OrderedConsumer:
         try:
             await self._session.publish(reply, b"")
         except Unavailable:
-            pass  # disconnected: the reconnect makes the consumer anew
+            pass  # disconnected: the reconnect makes another consumer
 
     def _caught_up(self) -> None:
         self._current = True

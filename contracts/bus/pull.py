@@ -1,7 +1,7 @@
 """Taking work from a durable consumer, never more than there is room for.
 
-Pulls by raw requests, because the library's fetch hides errors, hangs over a restart and leaves stale pulls
-behind. What to do with a message, and its acknowledgement, is the handler's part.
+Pulls by raw requests, because the library's fetch hides errors, hangs over a restart and leaves stale pulls behind.
+What to do with a message, and its acknowledgement, is the handler's part.
 """
 
 import asyncio
@@ -27,8 +27,7 @@ EXPIRY_GRACE_S = 1.0
 """How long after its expiry the server's word about a pull request is awaited before it counts as gone."""
 PULL_BATCH_MAX = 1024
 PULLS_WAITING_MAX = 4096
-"""Pull requests the server keeps for one consumer (its default, 512, is less than the slots of a big pool).
-"""
+"""Pull requests the server keeps for one consumer (its default, 512, is less than the slots of a big pool)."""
 HANDLER_CLOSE_S = 5.0
 CONSUMER_NAME_BYTES_MAX = 200
 """The server takes 255; longer names are cut and completed by a hash."""
@@ -38,11 +37,11 @@ _CONSUMER_GONE = ("Consumer Deleted", "Consumer is push based", "Leadership Chan
 class PullConsumer:
     """Takes messages as ``credit()`` allows and hands each to ``handler``, which sees to its ``ack``.
 
-    What is asked for and what the handler works on counts against ``credit()``, so a handler that takes a
-    message must lower it before it returns. More is asked for while that is less than half of ``credit()``.
-    With ``recreate`` the consumer is made again at the start and after every reconnect: all unacknowledged
-    messages come again, and the handler ignores what it knows. ``inactive_s``: the server forgets a consumer
-    that nobody used for so long. A stream that vanishes is waited for.
+    What is asked for and what the handler works on counts against ``credit()``, so a handler that takes a message
+    must lower it before it returns. More is asked for while that is less than half of ``credit()``. With
+    ``recreate`` the consumer is made again at the start and after every reconnect: all unacknowledged messages come
+    again, and the handler ignores what it knows. ``inactive_s``: the server forgets a consumer that nobody used for
+    so long. A stream that vanishes is waited for.
     """
 
     def __init__(
@@ -84,8 +83,9 @@ class PullConsumer:
         """One for all pulls, so a message that the server has sent is never dropped here."""
         self._subscription: Subscription | None = None
         self._asked: dict[str, tuple[int, float]] = {}
-        """Pull requests of which some may wait at the server, oldest first: token -> (messages asked for, when to give
-        up)."""
+        """Pull requests of which some may wait at the server, oldest first: token -> (messages asked for, when to
+        give up).
+        """
         self._asked_total = 0
         """Messages that they still lack, all together: which of them a message served cannot be told."""
         self._count = 0
@@ -237,8 +237,8 @@ class PullConsumer:
 class BatchConsumer(PullConsumer):
     """Hands over up to ``batch`` messages, gathered for at most ``max_wait_s`` from the first one on.
 
-    One batch at a time, and no more is asked for meanwhile; the handler acknowledges. ``ack_wait_s`` must exceed
-    two calls of the handler, else messages come again while they wait.
+    One batch at a time, and no more is asked for meanwhile; the handler acknowledges. ``ack_wait_s`` must exceed two
+    calls of the handler, else messages come again while they wait.
     """
 
     def __init__(

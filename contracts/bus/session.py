@@ -1,9 +1,9 @@
 """One connection to NATS that stays usable: core publish, request and subscribe, hardened.
 
-What is guarded here, because the client library does not: a subscription is live when ``subscribe`` returns
-(its flush is no barrier); a message over the limit is refused before the server would cut the connection;
-handlers and callbacks never raise into the client; a request ends when the connection does; every wait ends.
-Streams, buckets and consumers are built upon this by other modules.
+What is guarded here, because the client library does not: a subscription is live when ``subscribe`` returns (its
+flush is no barrier); a message over the limit is refused before the server would cut the connection; handlers and
+callbacks never raise into the client; a request ends when the connection does; every wait ends. Streams, buckets and
+consumers are built upon this by other modules.
 """
 
 import asyncio
@@ -32,24 +32,23 @@ SUBSCRIBE_TIMEOUT_S = 10.0
 FLUSH_TIMEOUT_S = 2.0
 """Longest a publish waits for the socket when the client's buffer (2 MiB) is full."""
 SUBJECT_BYTES_MAX = 2048
-"""The server closes the connection when subject, reply and lengths pass 4096 bytes; inboxes stay under 1024.
-"""
+"""The server closes the connection when subject, reply and lengths pass 4096 bytes; inboxes stay under 1024."""
 ACK_TRIES, ACK_TIMEOUT_S = 3, 1.0
 CONCURRENT_CALLS = 256
 
 
 class Reader(Protocol):
-    """What reads by a consumer of its own: it ends before its session does, and starts again after a reconnect."""
+    """What reads by a consumer of its own."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Called before the session ends."""
 
-    def reconnected(self) -> None: ...
+    def reconnected(self) -> None:
+        """Called after each reconnect: what was under way is lost. Must not raise."""
 
 
 class Subscription:
-    """Interest in a subject until ``close``. ``dropped`` counts messages lost because the handler was too
-    slow.
-    """
+    """Interest in a subject until ``close``. ``dropped`` counts messages lost because the handler was too slow."""
 
     def __init__(self, inner: Any, live: "dict[Any, Subscription]") -> None:
         self._inner = inner
@@ -71,6 +70,7 @@ class Subscription:
         await self._inner.drain()
 
     def count_drop(self) -> None:
+        """A message was dropped for this subscription."""
         self.dropped += 1
         types.SLOW_CONSUMER_DROPS.inc()
         now = time.monotonic()
@@ -80,7 +80,7 @@ class Subscription:
 
 
 class Session:
-    """Core NATS. Made by ``connect``."""
+    """Core NATS, made by ``connect``; ``name`` is what the server knows it by."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -104,10 +104,10 @@ class Session:
 
     @classmethod
     async def connect(cls, url: str, *, name: str, inbox: str = "", timeout_s: float = 10.0) -> Self:
-        """Connect to the server or servers (comma-separated) of ``url``; raises Unavailable after
-        ``timeout_s``. Answers arrive under ``_INBOX.<inbox>.``, which must be the user's own (default: ``name``).
+        """Connect to the server or servers (comma-separated) of ``url``; raises Unavailable after ``timeout_s``.
+        Answers arrive under ``_INBOX.<inbox>.``, which must be the user's own (default: ``name``).
 
-        From then on the connection is made anew for ever, until the server refuses it for good (``closed``).
+        From then on a lost connection is made again, without end, until the server refuses it for good (``closed``).
         """
         self = cls(name)
         client = self._client
@@ -194,8 +194,8 @@ class Session:
     def _expect(self, timeout_s: float) -> tuple[str, "asyncio.Future[Incoming | None]"]:
         """A new reply subject, and the message to come on it: None after ``timeout_s`` or a disconnect.
 
-        Not the library's requests: those would wait for answers that a lost connection cannot bring, and cost
-        more. A responder must not be able to guess the next reply subject.
+        Not the library's requests: those would wait for answers that a lost connection cannot bring, and cost more.
+        A responder must not be able to guess the next reply subject.
         """
         loop = asyncio.get_running_loop()
         token = secrets.token_hex(8)
@@ -253,12 +253,11 @@ class Session:
         concurrent: bool = False,
         limit: int = CONCURRENT_CALLS,
     ) -> Subscription:
-        """Hand each message on ``subject`` to ``handler``; live at the server on return, else raises
-        Unavailable, or BusError when this user may not read it.
+        """Hand each message on ``subject`` to ``handler``; live at the server on return, else raises Unavailable, or
+        BusError when this user may not read it.
 
-        A plain function is called directly; a coroutine is awaited before the next message, or with
-        ``concurrent`` runs as an own task, at most ``limit`` at a time. What a handler raises is logged and
-        counted, no more.
+        A plain function is called directly; a coroutine is awaited before the next message, or with ``concurrent``
+        runs as an own task, at most ``limit`` at a time. What a handler raises is logged and counted, no more.
         """
         deliver = at_once(handler, limit, self.spawn) if concurrent else in_order(handler)
         subscription = await self.listen(subject, deliver, queue)
@@ -286,8 +285,8 @@ class Session:
     async def barrier(self) -> None:
         """Wait until the server has acted on everything sent so far, by a message through it to ourselves.
 
-        The library's flush lets its PING overtake what is still buffered, and a PONG after its time-out kills
-        the read loop; a message keeps its place in line and may be late. Raises Unavailable.
+        The library's flush lets its PING overtake what is still buffered, and a PONG after its time-out kills the
+        read loop; a message keeps its place in line and may be late. Raises Unavailable.
         """
         deadline = time.monotonic() + SUBSCRIBE_TIMEOUT_S
         while (left := deadline - time.monotonic()) > 0:
@@ -315,9 +314,7 @@ class Session:
         return True
 
     def spawn(self, work: Coroutine[Any, Any, None], *, vital: bool = False) -> asyncio.Task[None]:
-        """Run ``work`` as a task of this session. When a vital one dies of an exception, the service must
-        exit.
-        """
+        """Run ``work`` as a task of this session. When a vital one dies of an exception, the service must exit."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
 

@@ -1,5 +1,4 @@
-"""What the bus hands out and raises: received messages, entries, errors, and the counters that make trouble
-visible."""
+"""What the bus hands out and raises: received messages, entries, errors, and the counters that make trouble visible."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
@@ -7,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import prometheus_client
 
-RECONNECTS = prometheus_client.Counter("headrace_bus_reconnects", "Connections to NATS that were made anew")
+RECONNECTS = prometheus_client.Counter("headrace_bus_reconnects", "Connections to NATS that were lost and made again")
 DEAD_LOOPS = prometheus_client.Counter(
     "headrace_bus_dead_loops",
     "Connections whose read, write or reconnect task had died and that were revived",
@@ -22,7 +21,7 @@ STORES_UNCONFIRMED = prometheus_client.Counter(
 )
 ACKS_UNCONFIRMED = prometheus_client.Counter("headrace_bus_acks_unconfirmed", "Acks that stayed without an answer")
 RESUMES = prometheus_client.Counter(
-    "headrace_bus_consumer_resumes", "Consumers that were made anew after a loss", ["kind"]
+    "headrace_bus_consumer_resumes", "Consumers that were lost and made again", ["kind"]
 )
 REPLIES_REFUSED = prometheus_client.Counter(
     "headrace_bus_replies_refused", "Answers not sent because the asker's reply subject is no inbox"
@@ -57,17 +56,13 @@ class NotFound(BusError):
 
 
 class WrongSequence(BusError):
-    """The subject's last message is not the expected one but ``found`` (None: there is none). Nothing was
-    stored.
-    """
+    """The subject's last message is not the expected one but ``found`` (None: there is none). Nothing was stored."""
 
     found: "Incoming | None" = None
 
 
 class Unconfirmed(BusError):
-    """A publish got no answer: the message may be stored, or be stored later. Repeat with the same
-    ``msg_id``.
-    """
+    """A publish got no answer: the message may be stored, or be stored later. Repeat with the same ``msg_id``."""
 
 
 class Stored(NamedTuple):
@@ -78,6 +73,8 @@ class Stored(NamedTuple):
 
 
 class KvEntry(NamedTuple):
+    """A key as it is stored; ``revision`` is its sequence in the bucket's stream."""
+
     key: str
     value: bytes
     revision: int
@@ -160,9 +157,8 @@ class Incoming:
 
 
 def _ack_tokens(reply: str) -> list[str] | None:
-    """Tokens of an ack subject up to ``pending``:
-    ``$JS.ACK[.<domain>.<account>].<stream>.<consumer>.<deliveries>. <stream seq>.<consumer seq>.<time
-    ns>.<pending>[.<random>]``.
+    """Tokens of an ack subject up to ``pending``: ``$JS.ACK[.<domain>.<account>].<stream>.<consumer>.<deliveries>.
+    <stream seq>.<consumer seq>.<time ns>.<pending>[.<random>]``.
     """
     if not reply.startswith("$JS.ACK."):
         return None

@@ -137,8 +137,8 @@ async def test_reading_single_messages(bus: Bus) -> None:
     assert before <= last.stored_at_ms <= time.time_ns() // 1_000_000
     first = await bus.jetstream.get(topology.ATTEMPTS, 1)
     assert first is not None and first.data == b"1"
-    assert await bus.jetstream.delete(topology.ATTEMPTS, 1) and await bus.jetstream.delete(topology.ATTEMPTS, 1)
-    assert await bus.jetstream.delete(topology.ATTEMPTS, 99)
+    for seq in (1, 1, 99):  # gone already is no error
+        await bus.jetstream.delete(topology.ATTEMPTS, seq)
     assert await bus.jetstream.get(topology.ATTEMPTS, 1) is None
     assert await bus.jetstream.purge(topology.ATTEMPTS, "attempt.v1.m.>") == 1
     assert await bus.jetstream.last(topology.ATTEMPTS, EVENT) is None

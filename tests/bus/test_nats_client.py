@@ -1,0 +1,90 @@
+"""What the adapter takes from nats-py without being promised it: a new version that changes it fails here, in words.
+
+The version is bounded in pyproject; raise the bound when these tests and those of the session pass.
+"""
+
+import ast
+import asyncio
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nats.aio.client import Client as LibraryClient
+
+from contracts.bus import Bus, nats_client
+from tests.support.bus import Connect
+
+
+def _is_task(value: object) -> bool:
+    return isinstance(value, asyncio.Task)
+
+
+PRIVATE = {
+    "_reading_task": ("the task that reads the socket: watched, since a dead one leaves the client deaf", _is_task),
+    "_flusher_task": ("the task that writes what is buffered: watched", _is_task),
+    "_ping_interval_task": ("the task that pings: watched, since it finds a half-open link", _is_task),
+    "_reconnection_task": ("the task that reconnects, None before: watched, since it may die", lambda v: v is None),
+    "_status": (
+        "the state, set to CONNECTED so that a dead reconnect can be started again",
+        LibraryClient.CONNECTED.__eq__,
+    ),
+    "_transport": ("the socket's wrapper, whose writer is dropped at once", lambda v: hasattr(v, "_io_writer")),
+    "_io_writer": ("the stream writer in _transport", None),
+    "_build_message": ("overridden, so that received messages are ours", inspect.ismethod),
+    "_connect_to_server": ("overridden, so that the socket of a failed try is not leaked", inspect.ismethod),
+}
+"""Name: what it is and why it is used, and what it must look like in a connected client."""
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+async def test_a_connected_client_has_the_private_parts_that_are_used(name: str, connect: Connect) -> None:
+    client = (await connect()).session._client
+    meaning, fits = PRIVATE[name]
+    owner: Any = client._transport if name == "_io_writer" else client
+    assert hasattr(owner, name), f"nats-py has no {name} any more ({meaning}): look for what took its place"
+    value = getattr(owner, name)
+    if fits is not None:
+        assert fits(value), f"nats-py's {name} is now {value!r}; it was {meaning}"
+    else:
+        assert hasattr(value.transport, "abort"), f"nats-py's {name} is now {value!r}; it was a StreamWriter"
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("_build_message", ["self", "sid", "subject", "reply", "data", "headers"]),
+        ("_connect_to_server", ["self", "s"]),
+    ],
+)
+def test_overridden_methods_are_called_as_they_were(name: str, parameters: list[str]) -> None:
+    found = list(inspect.signature(getattr(LibraryClient, name)).parameters)
+    assert found == parameters, f"nats-py's {name} takes {found} now, and ours {parameters}"
+    source = inspect.getsource(LibraryClient)
+    assert f"self.{name}(" in source, f"nats-py does not call {name} any more: ours has no effect"
+
+
+async def test_received_messages_are_built_by_our_method(bus: Bus) -> None:
+    got: list[object] = []
+    await bus.subscribe("a", got.append)
+    await bus.publish("a", b"1")
+    await bus.session.barrier()
+    assert [type(message).__name__ for message in got] == ["Incoming"]
+
+
+def test_the_table_names_all_private_parts_that_the_adapter_uses() -> None:
+    tree = ast.parse(inspect.getsource(nats_client))
+    accessed = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    accessed |= {node.name for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef | ast.FunctionDef)}
+    accessed |= {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)} & set(PRIVATE)
+    own = {"_session", "_revive"}
+    assert {name for name in accessed if name.startswith("_") and not name.endswith("__")} - own == set(PRIVATE)
+
+
+def test_one_file_imports_the_library() -> None:
+    """That no other folder does is a rule of the import linter."""
+    files = Path(nats_client.__file__).parent.glob("*.py")
+    assert [path.name for path in files if re.search(r"^\s*(import|from) nats\b", path.read_text(), re.MULTILINE)] == [
+        "nats_client.py"
+    ]
