@@ -146,7 +146,7 @@ class Ingest:
             log.warning("dead_letter_not_stored", stream_seq=source.stream_seq, error=str(error))
             return False
         metrics.DEAD_LETTERS.inc()
-        log.error("event_refused", subject=source.subject, stream_seq=source.stream_seq, reason=reason)
+        log.error("event_set_aside", subject=source.subject, stream_seq=source.stream_seq, reason=reason)
         return True
 
     async def _acknowledge(self, messages: Sequence[Incoming]) -> None:

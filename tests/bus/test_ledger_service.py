@@ -132,7 +132,7 @@ def started() -> Iterator[Callable[[Process], None]]:
 
 
 @pytest.fixture
-async def ledger(bus: Bus, nats_url: str, tmp_path: Path, started: Callable[[Process], None]) -> AsyncIterator[Ledger]:
+async def ledger(bus: Bus, nats_url: str, tmp_path: Path, started: Callable[[Process], None]) -> Ledger:
     ledger = Ledger(nats_url, f"chdb://{tmp_path}/chdb")
     started(ledger)
     await until(ledger.ready, "the ledger")

@@ -115,7 +115,7 @@ def events(chance: random.Random, count: int) -> list[AttemptEvent]:
             model=f"m{chance.randrange(1, 3)}",
             version=chance.choice("12"),
             endpoint="completions",
-            priority=chance.choice(["interactive", "batch"]),  # type: ignore[arg-type]
+            priority=chance.choice(["interactive", "batch"]),
             outcome="completed",
             reporter="worker",
             billable=True,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import clickhouse_connect
 import httpx
@@ -47,6 +48,11 @@ def http_client(endpoint: SqlEndpoint) -> Iterator[httpx.Client]:
         yield client
 
 
+def connected(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
 def ask(client: httpx.Client, query: str, **params: str) -> httpx.Response:
     return client.post("/", content=query, params=params)
 
@@ -59,13 +65,14 @@ def test_ping_needs_no_password(endpoint: SqlEndpoint) -> None:
 
 def test_every_way_to_name_oneself(endpoint: SqlEndpoint) -> None:
     url = f"http://{endpoint.address}/"
-    for how in (
+    ways: tuple[dict[str, Any], ...] = (
         {"auth": AUTH},
         {"headers": {"X-ClickHouse-User": "ann", "X-ClickHouse-Key": "secret"}},
         {"params": {"user": "ann", "password": "secret"}},
-    ):
-        how.setdefault("params", {})["query"] = "SELECT 1"  # type: ignore[index]
-        answer = httpx.get(url, trust_env=False, **how)  # type: ignore[arg-type]
+    )
+    for how in ways:
+        how.setdefault("params", {})["query"] = "SELECT 1"
+        answer = httpx.get(url, trust_env=False, **how)
         assert (answer.status_code, answer.text) == (200, "1\n")
 
 
@@ -112,7 +119,7 @@ def test_query_by_get_and_split_between_url_and_body(http_client: httpx.Client) 
 
 
 def test_answers_are_packed_when_asked_for(endpoint: SqlEndpoint) -> None:
-    connection = http.client.HTTPConnection(*endpoint.address.split(":"))
+    connection = http.client.HTTPConnection(endpoint.address)
     path = "/?enable_http_compression=1&user=ann&password=secret&query=SELECT%20repeat('a',1000)"
     connection.request("GET", path, headers={"Accept-Encoding": "gzip"})
     answer = connection.getresponse()
@@ -132,15 +139,14 @@ def test_answers_name_their_format_and_what_was_read(http_client: httpx.Client) 
 
 def test_old_clients_and_heads(endpoint: SqlEndpoint) -> None:
     """HTTP/1.0 knows no chunks, so what is packed while it is sent comes plain."""
-    host, port = endpoint.address.split(":")
     path = "/?enable_http_compression=1&user=ann&password=secret&query=SELECT%207"
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
+    with connected(endpoint.address) as connection:
         connection.sendall(f"GET {path} HTTP/1.0\r\nAccept-Encoding: gzip\r\n\r\n".encode())
         with connection.makefile("rb") as file:
             head, _, body = file.read().partition(b"\r\n\r\n")
     assert b"chunked" not in head
     assert body == b"7\n"
-    client = http.client.HTTPConnection(host, int(port))
+    client = http.client.HTTPConnection(endpoint.address)
     for method, text in (("HEAD", b""), ("GET", b"7\n")):
         client.request(method, path)
         assert client.getresponse().read() == text
@@ -407,7 +413,7 @@ def test_a_closed_endpoint_leaves_no_query_behind(endpoint: SqlEndpoint, monkeyp
         assert time.monotonic() - started < 10
         assert running.result().headers["x-clickhouse-exception-code"] == "394"
     with pytest.raises(OSError, match="refused"):
-        socket.create_connection(address.split(":"), timeout=5)  # type: ignore[arg-type]
+        connected(address)
 
 
 def metric(name: str) -> float:
@@ -430,19 +436,19 @@ def cut_off(connection: socket.socket) -> bool:
 def test_connections_and_heads_are_bounded(endpoint: SqlEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """What never asks, and what asks with a head that has no end, is cut off; so are connections beyond the bound."""
     monkeypatch.setattr(sql_http, "IDLE_S", 1.0)
-    address = endpoint.address.split(":")
-    silent, endless = (socket.create_connection(address, timeout=10) for _ in range(2))  # type: ignore[arg-type]
+    address = endpoint.address
+    silent, endless = (connected(address) for _ in range(2))
     endless.sendall(b"GET /ping HTTP/1.1\r\n")
     for connection in (silent, endless):
         assert cut_off(connection)
         connection.close()
-    with socket.create_connection(address, timeout=10) as large:  # type: ignore[arg-type]
+    with connected(address) as large:
         large.sendall(b"GET /ping HTTP/1.1\r\nx: " + b"a" * (HEAD_BYTES_MAX // 2))
         time.sleep(0.1)
         large.sendall(b"a" * HEAD_BYTES_MAX)
         assert cut_off(large)
     monkeypatch.undo()
-    many = [socket.create_connection(address, timeout=10) for _ in range(CONNECTIONS_MAX + 8)]  # type: ignore[arg-type]
+    many = [connected(address) for _ in range(CONNECTIONS_MAX + 8)]
     try:
         assert all(cut_off(connection) for connection in many[-8:])
     finally:

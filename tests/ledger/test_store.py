@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -117,7 +118,7 @@ async def test_each_event_lies_in_one_day_and_days_add_up(directory: Path, tenan
 
 async def test_retries_are_one_request_and_only_billable_tokens_count(directory: Path, tenant: str) -> None:
     request_id = ids.request_id(ms("2026-11-01T10:00:00"))
-    common = {"request_id": request_id}
+    common: dict[str, Any] = {"request_id": request_id}
     lost = row(tenant, "2026-11-01T10:00:00", **common, outcome="lost", reporter="scheduler", billable=False)
     won = row(tenant, "2026-11-01T10:00:00", **common, attempt=2, version="v2", cached_tokens=60)
     refused = row(

@@ -1,5 +1,7 @@
 """SQL of the ledger's queries: text and parameters, and what is refused."""
 
+from typing import Any
+
 import pytest
 
 from contracts.messages.usage import LatencyQuery, UsageQuery
@@ -68,7 +70,7 @@ def test_a_bad_query_is_refused(changes: dict[str, object]) -> None:
 
 
 def test_latencies_of_all_tenants_by_hour_are_asked_for_in_short_ranges() -> None:
-    bounds = {"from_at_ms": 0, "to_at_ms": 3 * 86_400_000}
+    bounds: dict[str, Any] = {"from_at_ms": 0, "to_at_ms": 3 * 86_400_000}
     with pytest.raises(BadQuery):
         check(LatencyQuery(**bounds, by=["hour", "tenant"]))
     check(LatencyQuery(**bounds, by=["hour", "tenant"], tenant="a"))
