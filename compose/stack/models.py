@@ -53,62 +53,7 @@ _COMPANIONS = frozenset({".json", ".jinja", ".model", ".txt", ".tiktoken", ".py"
 # file. The tools block, `<tool_call>` and `<tool_response>` are those of the Hermes format, which vLLM's parser of
 # that name reads back. It must not loop over `message['content']`: vLLM takes such a loop as a wish for
 # content in parts and would no longer pass plain text.
-CHAT_TEMPLATE = """\
-{%- set default_system = 'You are a helpful AI assistant named SmolLM, trained by Hugging Face' -%}
-{%- if tools -%}
-    {{- '<|im_start|>system\\n' -}}
-    {%- if messages and messages[0]['role'] == 'system' -%}
-        {{- messages[0]['content'] -}}
-    {%- else -%}
-        {{- default_system -}}
-    {%- endif -%}
-    {{- '\\n\\n# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n' -}}
-    {{- 'You are provided with function signatures within <tools></tools> XML tags:\\n<tools>' -}}
-    {%- for tool in tools -%}
-        {{- '\\n' + (tool | tojson) -}}
-    {%- endfor -%}
-    {{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments ' -}}
-    {{- 'within <tool_call></tool_call> XML tags:\\n<tool_call>\\n' -}}
-    {{- '{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call><|im_end|>\\n' -}}
-{%- endif -%}
-{%- for message in messages -%}
-    {%- if loop.first and not tools and message['role'] != 'system' -%}
-        {{- '<|im_start|>system\\n' + default_system + '<|im_end|>\\n' -}}
-    {%- endif -%}
-    {%- if loop.first and tools and message['role'] == 'system' -%}
-    {%- elif message['role'] == 'assistant' and message['tool_calls'] -%}
-        {{- '<|im_start|>assistant' -}}
-        {%- if message['content'] -%}
-            {{- '\\n' + message['content'] -}}
-        {%- endif -%}
-        {%- for call in message['tool_calls'] -%}
-            {%- set function = call['function'] if call['function'] else call -%}
-            {{- '\\n<tool_call>\\n{"name": ' + (function['name'] | tojson) + ', "arguments": ' -}}
-            {%- if function['arguments'] is string -%}
-                {{- function['arguments'] -}}
-            {%- else -%}
-                {{- function['arguments'] | tojson -}}
-            {%- endif -%}
-            {{- '}\\n</tool_call>' -}}
-        {%- endfor -%}
-        {{- '<|im_end|>\\n' -}}
-    {%- elif message['role'] == 'tool' -%}
-        {%- if loop.first or messages[loop.index0 - 1]['role'] != 'tool' -%}
-            {{- '<|im_start|>user' -}}
-        {%- endif -%}
-        {{- '\\n<tool_response>\\n' + (message['content'] | default('', true)) + '\\n</tool_response>' -}}
-        {%- if loop.last or messages[loop.index0 + 1]['role'] != 'tool' -%}
-            {{- '<|im_end|>\\n' -}}
-        {%- endif -%}
-    {%- else -%}
-        {{- '<|im_start|>' + message['role'] + '\\n' -}}
-        {{- (message['content'] | default('', true)) + '<|im_end|>\\n' -}}
-    {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
-"""
+CHAT_TEMPLATE = (Path(__file__).parent / "smollm2.jinja").read_text(encoding="utf-8")
 
 
 class ModelError(Exception):
