@@ -373,4 +373,5 @@ class Session:
             await within(CLOSE_TIMEOUT_S, self.barrier())
         await within(1.0, self._client.close())
         self._client.abort()
+        self._give_up_answers()
         await stop(*self._tasks)

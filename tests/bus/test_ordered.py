@@ -110,13 +110,15 @@ async def test_a_consumer_that_vanishes_is_made_anew(bus: Bus) -> None:
 async def test_a_message_lost_among_others_is_noticed_by_the_next_one(bus: Bus) -> None:
     reader = Reader()
     consumer = await follow(bus, reader.take)
-    receive = consumer._inbox._inner._cb
+    inbox = consumer._inbox
+    assert inbox is not None
+    receive = inbox._inner._cb
 
     async def lossy(message: Incoming) -> None:
         if message.data != b"2":
             await receive(message)
 
-    consumer._inbox._inner._cb = lossy
+    inbox._inner._cb = lossy
     await store(bus, 1, 2, 3)
     await until(lambda: len(reader.numbers) == 3)
     assert reader.numbers == [1, 2, 3]
@@ -127,7 +129,9 @@ async def test_a_lost_message_is_noticed_by_the_next_heartbeat(bus: Bus) -> None
     consumer = await follow(bus, reader.take)
     await store(bus, 1)
     await until(lambda: reader.numbers == [1])
-    inbox, consumer._inbox._inner._cb = consumer._inbox, _deaf  # the next message gets lost on its way
+    inbox = consumer._inbox
+    assert inbox is not None
+    inbox._inner._cb = _deaf  # the next message gets lost on its way
     await store(bus, 2)
     await until(lambda: consumer._inbox is not inbox)
     await store(bus, 3)

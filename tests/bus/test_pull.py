@@ -165,16 +165,18 @@ async def test_a_message_sent_into_a_cut_comes_again_after_the_reconnect(bus: Bu
     taking = await connect()
     worker = Worker(10)
     puller = await worker.start(taking, recreate=True, ack_wait_s=3600)
-    receive = puller._subscription._inner._cb
+    subscription = puller._subscription
+    assert subscription is not None
+    receive = subscription._inner._cb
     lost: list[bytes] = []
 
     async def cut(message: Incoming) -> None:
         lost.append(message.data)
 
-    puller._subscription._inner._cb = cut
+    subscription._inner._cb = cut
     await publish(bus, 0)
     await until(lambda: b"0" in lost)
-    puller._subscription._inner._cb = receive
+    subscription._inner._cb = receive
     await taking.session._client.force_reconnect()
     await until(lambda: worker.taken == [0])
 

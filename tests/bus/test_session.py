@@ -232,6 +232,23 @@ async def test_requests_end_in_an_answer_or_unavailable(nats: NatsServer, connec
     assert await bus.request("echo", b"later") == b"later!"
 
 
+@pytest.mark.parametrize("how", ["cut", "closed"])
+async def test_a_request_ends_with_the_connection_that_its_answer_would_come_by(
+    how: str, nats: NatsServer, connect: Connect
+) -> None:
+    bus, other = await connect(), await connect()
+    heard = asyncio.Event()
+    await other.subscribe("deaf", lambda message: heard.set())
+    asking = asyncio.create_task(bus.request("deaf", b"", timeout_s=60))
+    await heard.wait()
+    if how == "cut":
+        nats.restart()
+    else:
+        await bus.close()
+    with pytest.raises(Unavailable):
+        await asyncio.wait_for(asking, 10)
+
+
 async def test_a_reply_subject_cannot_make_us_publish_anywhere(bus: Bus) -> None:
     """A responder publishes wherever the asker's reply says, even into a stream."""
     refused = metric("headrace_bus_replies_refused_total")
