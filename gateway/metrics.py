@@ -36,6 +36,7 @@ class InterTokenLatency(Collector):
         self._sums: dict[str, list[float]] = {}
 
     def of(self, model: str) -> "ModelLatency":
+        """The model's histogram, to observe many chunks by."""
         counts = self._counts.setdefault(model, [0] * (len(_ITL_SECONDS) + 1))
         return ModelLatency(counts, self._sums.setdefault(model, [0.0]))
 
@@ -63,6 +64,7 @@ class ModelLatency:
         self._sum = total
 
     def observe(self, seconds: float) -> None:
+        """Time since the chunk before."""
         self._counts[bisect_left(_ITL_SECONDS, seconds)] += 1
         self._sum[0] += seconds
 

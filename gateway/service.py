@@ -59,6 +59,7 @@ class Gateway:
         self._inference = Inference(self._services, self._hub)
 
     def not_ready(self) -> str:
+        """The reason why no request should come here, or an empty text."""
         return self._readiness.not_ready()
 
     def stop(self) -> None:
@@ -66,6 +67,7 @@ class Gateway:
         self._stopping.set()
 
     async def run(self) -> None:
+        """Serve; when it returns, everything that was begun has ended."""
         sockets = server.listen(self._config.listen)
         await self._directory.start(self._bus)
         await self._catalog.start(self._bus)

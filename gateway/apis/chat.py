@@ -14,23 +14,31 @@ from gateway.apis.structured_outputs import ComplexityLimit, check_tools
 
 
 class ChatPart(msgspec.Struct):
+    """A part of a message; images are not taken."""
+
     type: Literal["text", "refusal"]
     text: str | None = None
     refusal: str | None = None
 
 
 class FunctionCall(msgspec.Struct):
+    """What the assistant called, its arguments as JSON text."""
+
     name: Text
     arguments: str
 
 
 class ToolCall(msgspec.Struct):
+    """A call in the assistant's message."""
+
     function: FunctionCall
     id: str
     type: Literal["function"] = "function"
 
 
 class ChatMessage(msgspec.Struct):
+    """A message of the conversation."""
+
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ChatPart] | None = None
     name: str | None = None
@@ -41,6 +49,8 @@ class ChatMessage(msgspec.Struct):
 
 
 class Function(msgspec.Struct):
+    """A function that the model may call."""
+
     name: Text
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -48,20 +58,28 @@ class Function(msgspec.Struct):
 
 
 class ChatTool(msgspec.Struct):
+    """A tool; only functions are taken."""
+
     function: Function
     type: Literal["function"] = "function"
 
 
 class NamedFunction(msgspec.Struct):
+    """Which function must be called."""
+
     name: Text
 
 
 class ChatToolChoice(msgspec.Struct):
+    """A call of one function."""
+
     function: NamedFunction
     type: Literal["function"] = "function"
 
 
 class ChatBody(TextBody, kw_only=True):
+    """The body of ``/v1/chat/completions``."""
+
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None

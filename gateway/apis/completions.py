@@ -10,6 +10,8 @@ from gateway.apis.structured_outputs import ComplexityLimit
 
 
 class CompletionsBody(TextBody, kw_only=True):
+    """The body of ``/v1/completions``."""
+
     prompt: str | list[Any]
     logprobs: LogprobCount | None = None
     echo: bool | None = None

@@ -13,6 +13,8 @@ INPUTS_MAX = 2048
 
 
 class EmbeddingsBody(msgspec.Struct, kw_only=True):
+    """The body of ``/v1/embeddings``."""
+
     model: str
     input: str | list[Any]
     encoding_format: Literal["float", "base64"] | None = None
@@ -20,11 +22,15 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
 
 
 class Embedding(msgspec.Struct):
+    """The vector of one text: numbers, or base64 of float32."""
+
     index: int
     embedding: list[float] | str
 
 
 class Embeddings(msgspec.Struct):
+    """An answer."""
+
     object: Literal["list"]
     data: list[Embedding]
 

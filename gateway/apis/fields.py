@@ -55,6 +55,7 @@ def travelling(fields: dict[str, Any], kind: type[msgspec.Struct], left_out: set
 
 
 def refuse(param: str, message: str) -> NoReturn:
+    """Raises HeadraceError (invalid_request) about the field ``param``."""
     raise HeadraceError("invalid_request", f"{param}: {message}", param=param)
 
 
@@ -93,11 +94,13 @@ def invalid(error: msgspec.ValidationError) -> HeadraceError:
 
 
 def check_temperature(value: float | None) -> None:
+    """Refuse what the engine cannot divide by."""
     if isinstance(value, float) and 0 < value < 1e-5:
         refuse("temperature", "Use 0 for greedy sampling; a temperature below 0.00001 overflows.")
 
 
 def check_token_ids(where: str, ids: list[int] | None, vocabulary: int) -> None:
+    """``vocabulary``: number of token ids that there are."""
     if ids and (min(ids) < 0 or max(ids) >= vocabulary):
         refuse(where, f"Token ids must be at least 0 and below {vocabulary}.")
 

@@ -32,32 +32,35 @@ BILLING_HEADER = "x-anthropic-billing-header"
 """Claude Code's first system text, which vLLM leaves out."""
 
 
-class ResultPart(msgspec.Struct):
+class TextBlock(msgspec.Struct):
+    """Text of the system, or of a tool."""
+
     type: Literal["text"]
     text: str
 
 
 class ContentBlock(msgspec.Struct):
+    """A part of a message."""
+
     type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
     text: str | None = None
     thinking: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
-    content: str | list[ResultPart] | None = None
+    content: str | list[TextBlock] | None = None
     tool_use_id: str | None = None
 
 
-class SystemBlock(msgspec.Struct):
-    type: Literal["text"]
-    text: str
-
-
 class MessageParam(msgspec.Struct):
+    """A message of the conversation."""
+
     role: Literal["user", "assistant", "system"]
     content: str | list[ContentBlock]
 
 
 class MessagesTool(msgspec.Struct):
+    """A tool that the caller runs."""
+
     name: Text
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
@@ -66,22 +69,30 @@ class MessagesTool(msgspec.Struct):
 
 
 class MessagesToolChoice(msgspec.Struct):
+    """Which tool must or may be called."""
+
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(msgspec.Struct):
+    """Whether the model thinks first."""
+
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Meta(ge=1024)] | None = None
 
 
 class OutputFormat(msgspec.Struct):
+    """A JSON schema that the answer obeys."""
+
     schema: dict[str, Any]
     type: Literal["json_schema"] = "json_schema"
 
 
 class OutputConfig(msgspec.Struct):
+    """Effort and form of the answer."""
+
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
@@ -92,7 +103,7 @@ class CountBody(msgspec.Struct, kw_only=True):
     model: str
     messages: Annotated[list[MessageParam], Meta(min_length=1)]
     stream: bool | None = None
-    system: str | list[SystemBlock] | None = None
+    system: str | list[TextBlock] | None = None
     stop_sequences: Stops | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -105,6 +116,8 @@ class CountBody(msgspec.Struct, kw_only=True):
 
 
 class MessagesBody(CountBody, kw_only=True):
+    """The body of ``/v1/messages``."""
+
     max_tokens: Positive
 
 
@@ -235,6 +248,8 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 class AnthropicErrorDetail(msgspec.Struct):
+    """Its kind and its words."""
+
     type: str
     message: str
 

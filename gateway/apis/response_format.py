@@ -37,6 +37,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def data_event(data: bytes | msgspec.Raw) -> bytes:
+    """OpenAI's plain event."""
     return b"data: %b\n\n" % data
 
 
@@ -46,6 +47,7 @@ def named_event(data: bytes | msgspec.Raw) -> bytes:
 
 
 def openai_error_body(code: str, message: str, param: str | None, request_id: str) -> Json:
+    """See ResponseFormat.error_body."""
     return errors.body(code, message, param)
 
 
@@ -61,6 +63,8 @@ def _error_event(error: ErrorData, request_id: str, attempt: int, number: int) -
 
 
 class ErrorDetail(msgspec.Struct, forbid_unknown_fields=True):
+    """Kind, words, field and code."""
+
     message: str
     type: Annotated[str, Meta(extra_json_schema={"enum": sorted({entry.type for entry in errors.TABLE.values()})})]
     param: Annotated[str | None, Meta(description="The field at fault.")]

@@ -28,12 +28,16 @@ _STATEFUL = {
 
 
 class ResponsesPart(msgspec.Struct):
+    """A part of a message; images are not taken."""
+
     type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
     text: str | None = None
     refusal: str | None = None
 
 
 class InputItem(msgspec.Struct):
+    """A message, a call, its result, or reasoning."""
+
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[ResponsesPart] | None = None
@@ -46,6 +50,8 @@ class InputItem(msgspec.Struct):
 
 
 class ResponsesTool(msgspec.Struct):
+    """A function that the model may call."""
+
     type: Literal["function"]
     name: Text
     description: str | None = None
@@ -54,25 +60,35 @@ class ResponsesTool(msgspec.Struct):
 
 
 class ResponsesToolChoice(msgspec.Struct):
+    """A call of one function."""
+
     name: Text
     type: Literal["function"] = "function"
 
 
 class Reasoning(msgspec.Struct):
+    """How long the model thinks."""
+
     effort: Effort | None = None
 
 
 class TextFormat(msgspec.Struct):
+    """The answer's form."""
+
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     schema: dict[str, Any] | None = None
 
 
 class TextConfig(msgspec.Struct):
+    """The answer's form."""
+
     format: TextFormat | None = None
 
 
 class ResponsesBody(Sampling, kw_only=True):
+    """The body of ``/v1/responses``."""
+
     input: str | Annotated[list[InputItem], Meta(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Positive | None = None

@@ -81,6 +81,8 @@ class Sampling(msgspec.Struct, kw_only=True):
 
 
 class StreamOptions(msgspec.Struct):
+    """What a stream tells beside the answer."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -162,6 +164,8 @@ def only_offered(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class CompletionUsage(msgspec.Struct):
+    """Tokens of a request."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int

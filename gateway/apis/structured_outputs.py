@@ -51,34 +51,28 @@ class ComplexityLimit:
         }
         self._repetitions: set[object] = set()
 
-    def properties(self, where: str, count: int) -> None:
-        self._take(where, "properties", count)
-
-    def values(self, where: str, count: int) -> None:
-        self._take(where, "values in 'enum'", count)
-
-    def chars(self, where: str, count: int) -> None:
-        self._take(where, "characters in names and values", count)
+    def take(self, where: str, what: str, count: int) -> None:
+        """``what`` is a key of those left; raises HeadraceError that names the place ``where``, as the others do."""
+        self._left[what] -= count
+        if self._left[what] < 0:
+            refuse(where, f"This is too large to constrain an answer by: too many {what} in all.")
 
     def pattern(self, where: str, text: object) -> None:
+        """Count a regular expression; also refuses what is none, or too long."""
         if not isinstance(text, str) or "\0" in text or len(text) > PATTERN_CHARS_MAX:
             refuse(where, f"A pattern is text of at most {PATTERN_CHARS_MAX} characters, none of them NUL.")
-        self._take(where, "characters in patterns", len(text))
+        self.take(where, "characters in patterns", len(text))
         if any(int(times) >= LONG for times in _REPEATED.findall(text)):
             self.repetition(where, text)
 
     def repetition(self, where: str, kind: object) -> None:
+        """Count a long repetition; the same ``kind`` once more is free."""
         self._repetitions.add(kind)
         if len(self._repetitions) > REPETITIONS_MAX:
             refuse(
                 where,
                 f"More than {REPETITIONS_MAX} different repetitions of {LONG} times or more.",
             )
-
-    def _take(self, where: str, what: str, count: int) -> None:
-        self._left[what] -= count
-        if self._left[what] < 0:
-            refuse(where, f"This is too large to constrain an answer by: too many {what} in all.")
 
 
 class StructuredOutputs(msgspec.Struct):
@@ -95,6 +89,7 @@ class StructuredOutputs(msgspec.Struct):
     whitespace_pattern: str | None = None
 
     def check(self, where: str, complexity: ComplexityLimit) -> None:
+        """Raises HeadraceError that names the place at fault."""
         kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
         if sum(getattr(self, name) is not None for name in kinds) != 1:
             refuse(where, f"Give exactly one of {', '.join(kinds)}.")
@@ -106,12 +101,14 @@ class StructuredOutputs(msgspec.Struct):
         if self.whitespace_pattern is not None:
             complexity.pattern(f"{where}.whitespace_pattern", self.whitespace_pattern)
         if self.choice is not None:
-            complexity.chars(f"{where}.choice", sum(map(len, self.choice)))
+            complexity.take(f"{where}.choice", "characters in names and values", sum(map(len, self.choice)))
         if self.structural_tag is not None:
             _check_tag(f"{where}.structural_tag", _decoded(f"{where}.structural_tag", self.structural_tag), complexity)
 
 
 class JsonSchema(msgspec.Struct):
+    """The chat's ``json_schema``."""
+
     name: Text
     schema: dict[str, Any] | None = None
     strict: bool | None = None
@@ -128,6 +125,7 @@ class ResponseFormatParam(msgspec.Struct):
     triggers: list[str] | None = None
 
     def check(self, where: str, complexity: ComplexityLimit) -> None:
+        """Raises HeadraceError that names the place at fault."""
         if self.type == "json_schema":
             if self.json_schema is None or self.json_schema.schema is None:
                 refuse(f"{where}.json_schema", "The type 'json_schema' needs a 'json_schema' with 'name' and 'schema'.")
@@ -226,7 +224,7 @@ def check_schema(where: str, schema: Any, complexity: ComplexityLimit) -> None:
             if (named := node.get(name)) is not None:
                 if not isinstance(named, dict):
                     refuse(f"{at}.{name}", "This is an object of schemas by name.")
-                complexity.chars(f"{at}.{name}", sum(map(len, named)))
+                complexity.take(f"{at}.{name}", "characters in names and values", sum(map(len, named)))
                 waiting += [(f"{at}.{name}.{key[:64]}", value) for key, value in named.items()]
 
 
@@ -239,15 +237,15 @@ def _check_keywords(at: str, node: dict[str, Any], complexity: ComplexityLimit) 
     if (values := node.get("enum")) is not None:
         if not isinstance(values, list) or not values:
             refuse(f"{at}.enum", "This is a list with at least one value.")
-        complexity.values(f"{at}.enum", len(values))
-        complexity.chars(f"{at}.enum", len(msgspec.json.encode(values)))
+        complexity.take(f"{at}.enum", "values in 'enum'", len(values))
+        complexity.take(f"{at}.enum", "characters in names and values", len(msgspec.json.encode(values)))
     if "const" in node:
-        complexity.chars(f"{at}.const", len(msgspec.json.encode(node["const"])))
+        complexity.take(f"{at}.const", "characters in names and values", len(msgspec.json.encode(node["const"])))
     required = node.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         refuse(f"{at}.required", "This is a list of names.")
     if isinstance(properties := node.get("properties"), dict):
-        complexity.properties(f"{at}.properties", len(properties))
+        complexity.take(f"{at}.properties", "properties", len(properties))
         if len(properties.keys() - set(required)) > OPTIONAL_MAX:
             refuse(f"{at}.properties", f"At most {OPTIONAL_MAX} properties of an object may be optional.")
     if "pattern" in node:

@@ -46,12 +46,14 @@ class Exchange:
         self._linger = False
 
     async def receive(self) -> Message:
+        """The next part of the body, or the disconnect."""
         message = await self._receive()
         if message["type"] == "http.request" and not message.get("more_body", False):
             self.body_read = True
         return message
 
     async def send(self, message: Message) -> None:
+        """Part of the answer; the first one gets our headers."""
         if message["type"] == "http.response.start":
             if self.status:
                 return  # An error handler behind an answer that has begun.

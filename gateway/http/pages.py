@@ -41,11 +41,13 @@ for path, file, summary in (
     router.add_api_route(path, _page(file), methods=["GET"], summary=summary, response_class=HTMLResponse)
 
 
-@router.get("/openapi.json", summary="This document")
+@router.get("/openapi.json")
 async def http(request: Request) -> dict[str, Any]:
+    """This document."""
     return openapi.document(request.app)
 
 
-@router.get("/asyncapi.json", summary="The bus as an AsyncAPI document")
+@router.get("/asyncapi.json")
 async def bus() -> dict[str, Any]:
+    """The bus as an AsyncAPI document."""
     return asyncapi.document()

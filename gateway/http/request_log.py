@@ -37,6 +37,7 @@ class RequestLog:
         """HTTP status when it is not the code's own."""
 
     def refused(self, error: HeadraceError) -> None:
+        """The request ended with an error."""
         self.code = error.code
         if self.outcome == "completed":
             self.outcome = "refused"

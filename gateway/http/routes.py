@@ -54,30 +54,31 @@ class Model(msgspec.Struct, kw_only=True):
 
 
 class TokenCount(msgspec.Struct):
+    """Answer to ``/v1/messages/count_tokens``."""
+
     input_tokens: int
 
 
 models = APIRouter(prefix="/v1", tags=["Inference"], route_class=TypedRoute, responses=refusals(401))
 
 
-@models.get("/models", summary="Models that the caller may use")
+@models.get("/models")
 async def visible_models(services: ServicesDep, caller: CallerDep) -> Listed[Model]:
+    """Models that the caller may use."""
     return Listed([Model.of(manifest) for manifest in services.catalog.visible(caller.tenant)])
 
 
-@models.get("/models/{model:path}", summary="One model, whose name may hold slashes", responses=refusals(404))
+@models.get("/models/{model:path}", responses=refusals(404))
 async def one_model(services: ServicesDep, caller: CallerDep, model: Name) -> Model:
+    """One model, whose name may hold slashes."""
     return Model.of(services.catalog.resolve(model, caller.tenant).manifest)
 
 
-@models.post(
-    "/messages/count_tokens",
-    summary="Anthropic: input tokens of a message; nothing is charged",
-    responses=refusals(404, 503),
-)
+@models.post("/messages/count_tokens", responses=refusals(404, 503))
 async def count_tokens(
     services: ServicesDep, caller: CallerDep, body: Annotated[bytes, Depends(BodyReader(messages.CountBody, raw=True))]
 ) -> TokenCount:
+    """Anthropic: input tokens of a message; nothing is charged."""
     return TokenCount(await services.intake.count(messages.COUNT, caller.tenant, body))
 
 
@@ -85,19 +86,23 @@ async def count_tokens(
 
 
 class Health(msgspec.Struct):
+    """It is well."""
+
     status: Literal["ok"] = "ok"
 
 
 health = APIRouter(prefix="/health", tags=[openapi.PUBLIC], route_class=TypedRoute)
 
 
-@health.get("/live", summary="The process lives")
+@health.get("/live")
 async def live() -> Health:
+    """The process lives."""
     return Health()
 
 
-@health.get("/ready", summary="A request would be served", responses=refusals(503))
+@health.get("/ready", responses=refusals(503))
 async def ready(services: ServicesDep) -> Health:
+    """A request would be served."""
     if reason := services.not_ready():
         raise HeadraceError("unavailable", f"Not ready: {reason}.", retry_after_s=1)
     return Health()

@@ -135,6 +135,7 @@ class Server(uvicorn.Server):
 
 
 def make(app: ASGIApp, config: GatewayConfig) -> Server:
+    """The server, which serves nothing yet; signals, logs and the event loop stay ours."""
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     tls: dict[str, Any] = {}
     if config.tls_cert_file:

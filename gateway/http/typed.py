@@ -5,6 +5,7 @@ the OpenAPI document says (``gateway.http.openapi``).
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
 
@@ -47,6 +48,7 @@ class Listed(msgspec.Struct, Generic[T]):
 
 
 async def services_of(request: Request) -> Services:
+    """What ``routes.build`` was given."""
     found: Services = request.app.state.services
     return found
 
@@ -92,7 +94,10 @@ class BodyReader:
 
 
 class TypedRoute(APIRoute):
-    """A route whose answer is what the handler's return annotation says: a msgspec type, or a Response of its own."""
+    """A route whose answer is what the handler's return annotation says: a msgspec type, or a Response of its own.
+
+    The first line of the handler's docstring is the summary.
+    """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         self.answer = get_type_hints(endpoint)["return"]
@@ -105,6 +110,8 @@ class TypedRoute(APIRoute):
             content = msgspec.json.encode(whole(answer))
             return Response(content, self.status_code or 200, media_type="application/json")
 
+        summary, _, answered.__doc__ = (inspect.getdoc(endpoint) or "").partition("\n\n")
+        options["summary"] = options["summary"] or summary.rstrip(".")
         options["response_model"] = None
         [method] = options["methods"]
         options["operation_id"] = operation_id(method, path)
@@ -118,6 +125,7 @@ class TypedRoute(APIRoute):
 
 
 def operation_id(method: str, path: str) -> str:
+    """Of an operation in the OpenAPI document."""
     words = [part.strip("{}").removesuffix(":path") for part in path.split("/") if part]
     return "_".join([method.lower(), *(words or ["page"])]).replace(".", "_")
 

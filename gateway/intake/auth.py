@@ -66,6 +66,7 @@ class Directory:
             self._watches.append(await bus.kv.watch(bucket, records.take))
 
     async def close(self) -> None:
+        """Stop watching."""
         for watch in self._watches:
             await watch.close()
 

@@ -38,6 +38,7 @@ class NatsIngress:
         self._subscription: Subscription | None = None
 
     async def start(self) -> None:
+        """Share the subjects with the other gateways."""
         self._subscription = await self._bus.subscribe(subjects.SUBMITS, self._on_submit, queue=QUEUE, concurrent=True)
 
     async def close(self) -> None:

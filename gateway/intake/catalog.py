@@ -15,6 +15,8 @@ _manifests = Codec[Manifest](Manifest)
 
 
 class Model(msgspec.Struct, frozen=True):
+    """A manifest, and its counter of prompt tokens."""
+
     manifest: Manifest
     tokens: TokenCounter
 
@@ -32,10 +34,12 @@ class Catalog:
         self._watch = await bus.kv.watch(topology.MODELS, self._on_manifest)
 
     async def close(self) -> None:
+        """Stop watching."""
         if self._watch is not None:
             await self._watch.close()
 
     def names(self) -> list[str]:
+        """Of all models."""
         return sorted(self._models)
 
     def visible(self, tenant: TenantRecord) -> list[Manifest]:

@@ -68,10 +68,14 @@ class TenantChange(Strict, frozen=True, kw_only=True):
 
 
 class NewTenant(TenantChange, frozen=True, kw_only=True):
+    """A tenant that there is not yet."""
+
     name: str
 
 
 class NewKeyRequest(Strict, frozen=True, kw_only=True):
+    """Whose key it will be."""
+
     tenant: str
     admin: bool = False
 
@@ -114,80 +118,79 @@ router = APIRouter(
 )
 
 
-@router.get("/tenants", summary="All tenants")
+@router.get("/tenants")
 async def tenants(services: ServicesDep) -> Listed[TenantRecord]:
+    """All tenants."""
     return Listed(await registry.tenants(services.bus))
 
 
-@router.post("/tenants", summary="Make a tenant", status_code=201, responses=refusals(409))
+@router.post("/tenants", status_code=201, responses=refusals(409))
 async def create_tenant(
     services: ServicesDep, new: Annotated[NewTenant, Depends(BodyReader(NewTenant))]
 ) -> TenantRecord:
+    """Make a tenant."""
     return await registry.create_tenant(services.bus, new.apply(TenantRecord(name=new.name)))
 
 
-@router.get("/tenants/{name:path}", summary="One tenant", responses=refusals(404))
+@router.get("/tenants/{name:path}", responses=refusals(404))
 async def tenant(services: ServicesDep, name: Name) -> TenantRecord:
+    """One tenant."""
     record = await registry.tenant(services.bus, name)
     if record is None:
         raise HeadraceError("not_found", f"There is no tenant {name!r}.")
     return record
 
 
-@router.patch(
-    "/tenants/{name:path}",
-    summary="Change a tenant; seen by every service within a second",
-    responses=refusals(404, 409),
-)
+@router.patch("/tenants/{name:path}", responses=refusals(404, 409))
 async def change_tenant(
     services: ServicesDep, name: Name, change: Annotated[TenantChange, Depends(BodyReader(TenantChange))]
 ) -> TenantRecord:
+    """Change a tenant; seen by every service within a second."""
     return await registry.change_tenant(services.bus, name, change.apply)
 
 
-@router.get("/keys", summary="All API keys, without their secrets")
+@router.get("/keys")
 async def keys(services: ServicesDep) -> Listed[KeyRecord]:
+    """All API keys, without their secrets."""
     return Listed(await registry.keys(services.bus))
 
 
-@router.post(
-    "/keys",
-    summary="Make an API key; its secret is in this answer and nowhere else",
-    status_code=201,
-    responses=refusals(404),
-)
+@router.post("/keys", status_code=201, responses=refusals(404))
 async def create_key(
     services: ServicesDep, new: Annotated[NewKeyRequest, Depends(BodyReader(NewKeyRequest))]
 ) -> registry.NewKey:
+    """Make an API key; its secret is in this answer and nowhere else."""
     return await registry.create_key(services.bus, services.directory.pepper, new.tenant, admin=new.admin)
 
 
-@router.delete("/keys/{id}", summary="Revoke an API key everywhere, within a second", responses=refusals(404))
+@router.delete("/keys/{id}", responses=refusals(404))
 async def revoke_key(services: ServicesDep, id: Name) -> KeyRecord:
+    """Revoke an API key everywhere, within a second."""
     return await registry.revoke_key(services.bus, id)
 
 
-@router.get("/models", summary="All models and the bounds of their queues")
+@router.get("/models")
 async def models(services: ServicesDep) -> Listed[ModelLimits]:
+    """All models and the bounds of their queues."""
     return Listed([ModelLimits.of(manifest) for manifest in await registry.models(services.bus)])
 
 
-@router.patch(
-    "/models/{model:path}/limits",
-    summary="Change the bounds of a model's queue, or its fallbacks",
-    responses=refusals(404, 409),
-)
+@router.patch("/models/{model:path}/limits", responses=refusals(404, 409))
 async def change_model(
     services: ServicesDep, model: Name, change: Annotated[ModelChange, Depends(BodyReader(ModelChange))]
 ) -> ModelLimits:
+    """Change the bounds of a model's queue, or its fallbacks."""
     limits = _given(change)
     fallbacks = limits.pop("fallbacks", None)
     return ModelLimits.of(await registry.change_model(services.bus, model, limits=limits, fallbacks=fallbacks))
 
 
-@router.get("/queues", summary="Live queues of every model")
+@router.get("/queues")
 async def queues(services: ServicesDep) -> Listed[Any]:
-    """A model whose scheduler does not answer has the reason instead."""
+    """Live queues of every model.
+
+    A model whose scheduler does not answer has the reason instead.
+    """
     data: list[Any] = []
     for manifest in await registry.models(services.bus):
         try:

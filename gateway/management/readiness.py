@@ -19,6 +19,8 @@ _queue_codec = Codec[QueueAnswer](QueueAnswer)
 
 
 class Readiness:
+    """``not_ready`` says what was found at the last look."""
+
     def __init__(self, bus: Bus, catalog: Catalog) -> None:
         self._bus = bus
         self._catalog = catalog
@@ -27,9 +29,11 @@ class Readiness:
         self.draining = False
 
     def start(self) -> None:
+        """Begin to ask."""
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
+        """Stop asking."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -75,20 +75,28 @@ class Range(BaseModel):
 
 
 class OwnUsage(Range):
+    """Of ``/v1/usage``."""
+
     by: Annotated[list[UsageDimension], BeforeValidator(_split)] = Field(
         [], description=_BY.format("day,model,version")
     )
 
 
 class OwnLatency(Range):
+    """Of ``/v1/usage/latency``."""
+
     by: Annotated[list[LatencyDimension], BeforeValidator(_split)] = Field([], description=_BY.format("model"))
 
 
 class AllUsage(OwnUsage, extra="forbid"):
+    """Of ``/admin/v1/usage``."""
+
     tenant: str | None = Field(None, min_length=1, description="Only this tenant's usage.")
 
 
 class AllLatency(OwnLatency, extra="forbid"):
+    """Of ``/admin/v1/usage/latency``."""
+
     tenant: str | None = Field(None, min_length=1, description="Only this tenant's usage.")
 
 
@@ -107,6 +115,8 @@ class Rows(msgspec.Struct, kw_only=True):
 
 
 class PricedRows(Rows, kw_only=True):
+    """With what they cost."""
+
     currency: str
     """Empty while there are no prices."""
 
@@ -119,27 +129,29 @@ everyones = APIRouter(
     dependencies=[Depends(administrator)],
     responses=refusals(401, 403, 503),
 )
-_USAGE = "What was used and what it costs"
-_LATENCY = "How long requests took: quantiles of each span"
 
 
-@own.get("", summary=_USAGE)
+@own.get("")
 async def own_usage(services: ServicesDep, caller: CallerDep, asked: Annotated[OwnUsage, Query()]) -> PricedRows:
+    """What was used and what it costs."""
     return await _usage(services.bus, asked, caller.tenant.name)
 
 
-@own.get("/latency", summary=_LATENCY)
+@own.get("/latency")
 async def own_latency(services: ServicesDep, caller: CallerDep, asked: Annotated[OwnLatency, Query()]) -> Rows:
+    """How long requests took: quantiles of each span."""
     return await _latency(services.bus, asked, caller.tenant.name)
 
 
-@everyones.get("", summary=_USAGE)
+@everyones.get("")
 async def all_usage(services: ServicesDep, asked: Annotated[AllUsage, Query()]) -> PricedRows:
+    """What was used and what it costs."""
     return await _usage(services.bus, asked, asked.tenant)
 
 
-@everyones.get("/latency", summary=_LATENCY)
+@everyones.get("/latency")
 async def all_latency(services: ServicesDep, asked: Annotated[AllLatency, Query()]) -> Rows:
+    """How long requests took: quantiles of each span."""
     return await _latency(services.bus, asked, asked.tenant)
 
 

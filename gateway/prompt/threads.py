@@ -19,4 +19,5 @@ async def run(on_thread: bool, work: Callable[P, R], *args: P.args, **kwargs: P.
 
 
 def start(work: Callable[[], R]) -> "asyncio.Future[R]":
+    """``work`` on a thread; what it raises is raised by the future."""
     return asyncio.get_running_loop().run_in_executor(_pool, work)
