@@ -38,10 +38,10 @@ class Generation:
         "attempt",
         "behind_since_ms",
         "end",
+        "failure",
         "next_seq",
         "parts",
         "seen_seq",
-        "verdict",
         "worker",
     )
 
@@ -59,10 +59,10 @@ class Generation:
         """Slices of a chunk whose last one has not come."""
         self.answer: msgspec.Raw | bytes | None = None
         """The gathered answer of a request that does not stream."""
-        self.verdict: ErrorData | None = None
+        self.failure: ErrorData | None = None
         """Set once the attempt is known to have ended: what to say when not all of its frames can be had."""
         self.end: EndData | None = None
-        """What its closing frame says, as far as the scheduler told; the frame itself may yet come."""
+        """What its closing frame says, where the scheduler has said it; the frame itself may yet come."""
         self._bounds = bounds
         self._held: dict[int, tuple[FrameKind, msgspec.Raw]] = {}
         self._held_bytes = 0
@@ -74,7 +74,7 @@ class Generation:
         return self.next_seq <= self.seen_seq
 
     @property
-    def untold_end(self) -> EndData | None:
+    def missing_end(self) -> EndData | None:
         """What the closing frame says, when that is known and the frame alone is missing."""
         return self.end if self.next_seq == self.seen_seq else None
 

@@ -1,16 +1,16 @@
 """One stream's frames, put in order and fenced: what of them reaches the caller, and how the stream ends.
 
-Pure: no clock, no I/O. The holder of a stream (gateway, client) passes in frames, answers and the time, and
-performs the effects in order. The rules are DESIGN.md section 4, Fence and Never a silent hole:
+Pure: no clock, no I/O. contracts.streaming.subscriber passes in frames, answers and the time, and performs the
+effects in order. The rules (ARCHITECTURE.md, Streams):
 
 - A relay is locked to the first generation (attempt, worker) that sends content. Attempt N, or ``lost`` for
   N-1, voids lower attempts: when the caller has seen some of one, the stream fails; what was only gathered is
-  thrown away and awaited anew. Two generations are never concatenated.
+  thrown away and awaited once more. Two generations are never concatenated.
 - Chunks are forwarded in ``seq`` order, each once. A gap is asked for at the worker; silence is asked about
   at the scheduler, whose answer tells of a lost tail, and what the closing frame says: that one alone may be
   missing. What cannot be had ends the stream with an error.
-- Exactly one ``Finish`` or ``Fail``, the last effect of all. How long a request may wait is the scheduler's
-  business, not decided here.
+- Exactly one ``Finish`` or ``Fail``, the last effect of all. How long a request may wait is decided by the
+  scheduler alone.
 
 Memory per stream: generation.Bounds for each of at most ``generations_max`` generations, and only one of them
 assembles. At most 2 * 8 MiB held behind gaps and 2 * 64 MiB while one answer is joined; 8 MiB for a stream of
@@ -45,7 +45,7 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Answers in a row that nobody knows the request; the first may come from an owner that just began."""
     unreachable_ms_max: int = 60_000
     answer_ms_max: int = 5_000
-    """A question without an answer for so long is put again; the holder's own time limit is shorter."""
+    """A question without an answer for so long is put again; the subscriber's time limit is shorter."""
     generations_max: int = 2
     """Workers listened to for one attempt before content; the scheduler gives it to one."""
     bounds: Bounds = Bounds()
@@ -92,14 +92,14 @@ _end_of = msgspec.json.Decoder(EndData).decode
 _error_of = msgspec.json.Decoder(ErrorData).decode
 _lost_of = msgspec.json.Decoder(LostData).decode
 
-_UNTOLD: dict[Outcome, tuple[str, str]] = {
+_FAILURES: dict[Outcome, tuple[str, str]] = {
     "completed": ("stream_interrupted", "Part of the answer was lost on the way and could not be recovered."),
     "cancelled": ("cancelled", "The request was cancelled."),
     "failed": ("engine_error", "The engine failed while it ran this request."),
     "lost": ("worker_lost", "The worker that ran this request was lost."),
     "expired": ("deadline_exceeded", "The request's deadline passed before it ran."),
 }
-"""What a caller is told of an ended request of whose frames some cannot be had."""
+"""By outcome: how the stream of an ended request fails when some of its frames cannot be had."""
 
 
 class Relay:
@@ -249,14 +249,14 @@ class Relay:
                 self._in_order(generation, kind, data, effects)
                 if self.finished:
                     return effects
-        if (end := generation.untold_end) is not None:
+        if (end := generation.missing_end) is not None:
             self._on_end(generation, end, effects)
         elif generation.behind:
             if self._may_ask(generation, now_ms):
                 effects.append(self._ask_frames(generation, now_ms))
-        elif generation.verdict is not None:
+        elif generation.failure is not None:
             # It ended, and no closing frame was among its frames.
-            effects.extend(self._fail(generation.verdict))
+            effects.extend(self._fail(generation.failure))
         return effects
 
     def _generation(self, worker: str) -> Generation | None:
@@ -348,23 +348,23 @@ class Relay:
 
     def _on_ended(self, answer: StatusAnswer, now_ms: int) -> Effects:
         outcome = answer.outcome or "failed"
-        verdict = _known_code(answer.error) if answer.error is not None else _error(outcome)
+        failure = _known_code(answer.error) if answer.error is not None else _error(outcome)
         if outcome in ("lost", "expired") or not answer.worker or answer.attempt < self._floor:
-            return self._fail(verdict)
-        if failed := self._void_below(answer.attempt, verdict):
+            return self._fail(failure)
+        if failed := self._void_below(answer.attempt, failure):
             return failed
         generation = self._generation(answer.worker)
         if generation is None:
-            return self._fail(verdict)
-        generation.verdict = verdict
+            return self._fail(failure)
+        generation.failure = failure
         generation.end = answer.end
         generation.note_exists(answer.last_seq, now_ms)
-        if (end := generation.untold_end) is not None:
+        if (end := generation.missing_end) is not None:
             effects: list[Effect] = []
             self._on_end(generation, end, effects)
             return effects
         if not generation.behind:
-            return self._fail(verdict)
+            return self._fail(failure)
         return [self._ask_frames(generation, now_ms)] if self._may_ask(generation, now_ms) else NOTHING
 
     def _look_at(self, attempt: int, worker: str, now_ms: int) -> Effects:
@@ -404,7 +404,7 @@ class Relay:
         return self._fail(error) if self.started else NOTHING
 
     def _give_up(self, generation: Generation) -> Effects:
-        return self._fail(generation.verdict or _error("completed"))
+        return self._fail(generation.failure or _error("completed"))
 
     def _fail(self, error: ErrorData) -> Effects:
         self._close()
@@ -421,7 +421,7 @@ class Relay:
 
 
 def _error(outcome: Outcome) -> ErrorData:
-    code, message = _UNTOLD[outcome]
+    code, message = _FAILURES[outcome]
     return ErrorData(code=code, message=message)
 
 

@@ -8,7 +8,7 @@ questions to workers and schedulers, cancels until they are durable, heartbeats 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import prometheus_client
@@ -26,6 +26,7 @@ from contracts.messages.control import (
     StreamOwnerHeartbeat,
 )
 from contracts.messages.frames import EndData, ErrorData, FramesAnswer, FramesRequest, ReplyMessage
+from contracts.messages.request import RequestEnvelope
 from contracts.streaming.relay import AskFrames, AskStatus, Effects, Fail, Finish, Forward, Relay
 
 log = structlog.get_logger(__name__)
@@ -61,21 +62,8 @@ _cancelled_of = Codec[CancelAnswer](CancelAnswer).decode
 _encode = msgspec.json.Encoder().encode
 
 
-class Identified(Protocol):
-    """A request that can be asked about: a stream, or an envelope on its way to REQUESTS."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def tenant(self) -> str: ...
-
-
 class RelayedStream:
     """One stream as a Subscriber knows it. Subclasses say what becomes of its chunks and of its end."""
-
-    __slots__ = ("attempt", "model", "name", "relay", "request_id", "tenant")
 
     def __init__(self, *, name: str, request_id: str, model: str, tenant: str, relay: Relay) -> None:
         self.name = name
@@ -171,17 +159,14 @@ class Subscriber:
             if not stream.relay.finished:
                 self.fail(stream, error, reason)
 
-    def cancel(self, request: Identified, reason: CancelReason) -> asyncio.Task[bool]:
+    def cancel(self, request: RelayedStream | RequestEnvelope, reason: CancelReason) -> asyncio.Task[bool]:
         """Cancel in the background, repeated until that is durable; the task's result is whether it became so."""
         question = CancelRequest(request_id=request.request_id, reason=reason)
         return self.spawn(self._cancel(question, subjects.cancel(request.model, request.tenant)))
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run ``work`` to its end whoever waits for it; ``close`` gives it CLOSE_S_MAX."""
-        task = asyncio.create_task(work)
-        self._works.add(task)
-        task.add_done_callback(self._works.discard)
-        return task
+        return _kept(self._works, work)
 
     # Frames ---------------------------------------------------------------------------------------------------
 
@@ -216,17 +201,12 @@ class Subscriber:
                 self.fail(stream, effect.error, "client_cancelled" if effect.error.code in MAY_STILL_RUN else None)
             elif type(effect) is AskFrames:
                 REPAIRS.labels("frames").inc()
-                self._question(self._ask_frames(stream, effect))
+                _kept(self._questions, self._ask_frames(stream, effect))
             elif type(effect) is AskStatus:
                 REPAIRS.labels("status").inc()
-                self._question(self._ask_status(stream))
+                _kept(self._questions, self._ask_status(stream))
 
     # Questions ------------------------------------------------------------------------------------------------
-
-    def _question(self, question: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(question)
-        self._questions.add(task)
-        task.add_done_callback(self._questions.discard)
 
     async def _ask_frames(self, stream: RelayedStream, ask: AskFrames) -> None:
         question = FramesRequest(request_id=stream.request_id, attempt=ask.attempt, from_seq=ask.from_seq)
@@ -291,6 +271,14 @@ class Subscriber:
             await self._bus.publish(subjects.stream_owner_heartbeat(self.stream_owner), _encode(beat))
         except BusError as error:
             log.warning("heartbeat_failed", stream_owner=self.stream_owner, reason=str(error))
+
+
+def _kept(tasks: set[asyncio.Task[T]], work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """``work`` as a task, in ``tasks`` until it is done: the loop alone would not keep it alive."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
 
 
 async def _every(pause_s: float, act: Callable[[], Awaitable[None]]) -> None:

@@ -26,25 +26,6 @@ KEEP_ALIVE = b": keep-alive\n"
 class GatewayStream(RelayedStream):
     """One task awaits ``ready`` and takes what there is."""
 
-    __slots__ = (
-        "_bytes_max",
-        "_event",
-        "_held_until",
-        "_last_chunk_at",
-        "_latency",
-        "_pending",
-        "_pending_bytes",
-        "_waiter",
-        "chunks",
-        "commit",
-        "committed",
-        "end",
-        "error",
-        "first_chunk_at",
-        "last_write_at",
-        "sse",
-    )
-
     def __init__(self, envelope: RequestEnvelope, *, hold_s: float, bytes_max: int) -> None:
         """The status line may wait ``hold_s`` for the first frame; more than ``bytes_max`` unread is too slow."""
         now = time.monotonic()
