@@ -373,5 +373,4 @@ class Session:
             await within(CLOSE_TIMEOUT_S, self.barrier())
         await within(1.0, self._client.close())
         self._client.abort()
-        self._give_up_answers()
         await stop(*self._tasks)
