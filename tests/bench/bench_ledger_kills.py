@@ -49,7 +49,7 @@ def event(chance: random.Random) -> AttemptEvent:
         model=f"model-{chance.randrange(3)}",
         version=chance.choice("12"),
         endpoint="chat/completions",
-        priority=chance.choice(["interactive", "batch"]),  # type: ignore[arg-type]
+        priority=chance.choice(["interactive", "batch"]),
         outcome="completed" if completed else "failed",
         reporter="worker",
         billable=completed,

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -185,7 +186,7 @@ async def test_completions_and_whole_answers(service: Service, client: Client) -
 
 async def test_every_api_has_its_types(service: Service, client: Client) -> None:
     """Bodies as vLLM gives them out, shortened; what has no name is in ``raw``."""
-    events = [
+    events: list[dict[str, Any]] = [
         {"type": "response.created", "response": {"id": "resp_1", "status": "in_progress"}},
         {"type": "response.function_call_arguments.delta", "delta": "{"},
         {"type": "response.output_text.delta", "delta": "one"},
@@ -203,7 +204,7 @@ async def test_every_api_has_its_types(service: Service, client: Client) -> None
         ],
         "usage": {"output_tokens": 1},
     }
-    blocks = [
+    blocks: list[dict[str, Any]] = [
         {"type": "message_start", "message": {"id": "msg_1"}},
         {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
         {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "two"}},
@@ -216,7 +217,7 @@ async def test_every_api_has_its_types(service: Service, client: Client) -> None
         "stop_reason": "tool_use",
     }
     vectors = {"data": [{"object": "embedding", "index": 0, "embedding": [0.5, 1]}], "usage": {"prompt_tokens": 2}}
-    scripts = [events, [response], blocks, [message], [vectors]]
+    scripts: list[list[dict[str, Any]]] = [events, [response], blocks, [message], [vectors]]
     service.script = [service.answer([("chunk", it) for it in script] + [("end", USAGE)]) for script in scripts]
     told = [event async for event in client.respond(model=MODEL, input="q")]
     assert [event.text for event in told] == ["", "", "one", ""]

@@ -17,6 +17,7 @@ from tests.support.gateway_world import (
     BASE,
     CHAT,
     K1,
+    Content,
     Raw,
     World,
     admitted,
@@ -331,7 +332,11 @@ async def test_c21_the_openai_sdk_reads_over_keep_alives(
 
     async def play(envelope: RequestEnvelope) -> None:
         await asyncio.sleep(1.2)
-        contents = [("accepted", None), *[("chunk", chunk(t, created=1, model="m")) for t in "ab"], ("end", ended())]
+        contents: list[Content] = [
+            ("accepted", None),
+            *[("chunk", chunk(t, created=1, model="m")) for t in "ab"],
+            ("end", ended()),
+        ]
         await world.send(envelope, contents[:2])
         await asyncio.sleep(1.2)
         if fails:
@@ -376,7 +381,7 @@ async def test_c46_what_the_engine_sends_is_passed_on_untouched(world: World) ->
 
     async def play(envelope: RequestEnvelope) -> None:
         body = await world.body_of(envelope)
-        last = [("chunk", usage)] if body.get("stream_options", {}).get("include_usage") else []
+        last: list[Content] = [("chunk", usage)] if body.get("stream_options", {}).get("include_usage") else []
         await world.send(envelope, [("chunk", chunk("a")), *last, ("end", ended())])
 
     world.play = play

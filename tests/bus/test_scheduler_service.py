@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -87,7 +88,7 @@ async def test_what_nobody_can_read_is_dropped_and_blocks_nothing(bus: Bus, star
     _, answer = await admit(bus)
     assert answer.admitted, answer
     for stream in (topology.REQUESTS, topology.WORK):
-        await until(lambda stream=stream: is_empty(bus, stream))
+        await until(partial(is_empty, bus, stream))
     assert logged(tmp_path, "message_undecodable") == 2
 
 

@@ -12,8 +12,9 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,7 +138,7 @@ class Breaker:
         self._faults: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        kinds: list[tuple[int, str, Callable[[], Awaitable[None]]]] = [
+        kinds: list[tuple[int, str, Callable[[], Coroutine[Any, Any, None]]]] = [
             (4, "kill", self._kill),
             (3, "freeze", self._freeze),
             (3, "cut", self._cut),

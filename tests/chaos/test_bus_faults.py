@@ -4,6 +4,7 @@ error, and every service finds its way back by itself.
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 CLUSTER = {"gateways": 2, "schedulers": 2, "workers": 2, "sim_slots": 3, "sim_itl_ms": 20}
 
 
-async def streams(cluster: Cluster, count: int, tokens: int, **fields: object) -> list[Call]:
+async def streams(cluster: Cluster, count: int, tokens: int, **fields: Any) -> list[Call]:
     """Streams that have begun."""
     calls = [cluster.ask(max_tokens=tokens, **fields) for _ in range(count)]
     for call in calls:
@@ -64,11 +65,12 @@ async def _none_ready(cluster: Cluster) -> bool:
 async def test_a_cut_of_2_s_in_mid_stream_costs_no_token(cluster: Cluster, role: str) -> None:
     before = await cluster.newest()
     calls = await streams(cluster, 4, 200)
-    cut: list[Service] = {
+    services: dict[str, list[Service]] = {
         "gateway": [cluster.gateways[0]],
         "worker": list(cluster.workers),
         "scheduler": [await cluster.owner()],
-    }[role]
+    }
+    cut = services[role]
     for service in cut:
         service.link.cut()
     await asyncio.sleep(2)

@@ -1,6 +1,7 @@
 """What every engine must do (worker.engines.base), asked of the simulated one and of vLLM."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ LONG_PROMPT = "the same words again and again " * 30
 
 @pytest.mark.parametrize("endpoint", ["chat/completions", "completions"])
 async def test_streamed_and_whole_text_are_equal_and_counts_are_the_usage(asker: Asker, endpoint: Endpoint) -> None:
-    body = {"max_tokens": 9} | ({"prompt": PROMPT} if endpoint == "completions" else {})
+    body: dict[str, Any] = {"max_tokens": 9} | ({"prompt": PROMPT} if endpoint == "completions" else {})
     streamed = await asker.ask(asker.job(True, endpoint, **body, stream_options={"include_usage": True}))
     whole = await asker.ask(asker.job(False, endpoint, **body))
     assert streamed.text() == whole.text() != ""
@@ -115,7 +116,7 @@ async def test_closing_frees_everything_at_once(asker: Asker, stream: bool) -> N
 @pytest.mark.parametrize("stream", [True, False])
 async def test_what_exceeds_the_context_is_refused(asker: Asker, stream: bool) -> None:
     context = asker.engine.context
-    too_long = {"messages": [{"role": "user", "content": "word " * (context + 10)}]}
+    too_long: dict[str, Any] = {"messages": [{"role": "user", "content": "word " * (context + 10)}]}
     for body in (too_long | {"max_tokens": 1}, {"max_tokens": context + 1}):
         counts = Counts()
         with pytest.raises(EngineFailure) as refusal:
@@ -129,7 +130,7 @@ async def test_what_exceeds_the_context_is_refused(asker: Asker, stream: bool) -
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("wrong", [{"messages": "a secret word"}, {"max_tokens": "many"}])
-async def test_a_malformed_body_is_the_callers_fault(asker: Asker, stream: bool, wrong: dict[str, object]) -> None:
+async def test_a_malformed_body_is_the_callers_fault(asker: Asker, stream: bool, wrong: dict[str, Any]) -> None:
     with pytest.raises(EngineFailure) as refusal:
         await asker.ask(asker.job(stream, **wrong))
     failure = refusal.value

@@ -5,7 +5,6 @@ import json
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from contracts import topology
@@ -14,12 +13,7 @@ from contracts.client import Client
 from tests.support.polling import wait_until
 from tests.support.stack import Stack
 
-HELLO = [{"role": "user", "content": "one two three"}]
-
-
-def sdk(stack: Stack) -> openai.OpenAI:
-    client = httpx.Client(trust_env=False)
-    return openai.OpenAI(base_url=f"{stack.run.url}/v1", api_key=stack.run.key, http_client=client, max_retries=0)
+HELLO: list[Any] = [{"role": "user", "content": "one two three"}]
 
 
 async def stored_requests(stack: Stack) -> int:
@@ -33,10 +27,10 @@ async def stored_requests(stack: Stack) -> int:
 
 
 def test_openai_sdk_streaming(stack: Stack) -> None:
-    with sdk(stack) as client:
+    with stack.sdk() as client:
         stream = client.chat.completions.create(
             model=stack.model,
-            messages=HELLO,  # type: ignore[arg-type]
+            messages=HELLO,
             max_tokens=5,
             stream=True,
             stream_options={"include_usage": True},
@@ -52,8 +46,8 @@ def test_openai_sdk_streaming(stack: Stack) -> None:
 
 
 def test_openai_sdk_gathered_and_completions(stack: Stack) -> None:
-    with sdk(stack) as client:
-        chat = client.chat.completions.create(model=stack.model, messages=HELLO, max_tokens=3)  # type: ignore[arg-type]
+    with stack.sdk() as client:
+        chat = client.chat.completions.create(model=stack.model, messages=HELLO, max_tokens=3)
         assert chat.choices[0].message.content == "t0 t1 t2"
         assert chat.usage is not None and chat.usage.total_tokens == 10
         completion = client.completions.create(model=stack.model, prompt="a b", max_tokens=2)

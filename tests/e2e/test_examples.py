@@ -67,7 +67,7 @@ def test_the_summarizer_streams_cancels_and_ends_cleanly(stack: Stack, http: htt
         assert left["requests"] == 1 and 0 < left["completion_tokens"] < 200
         with http.stream("POST", url, content="one two three") as response:
             assert response.status_code == 200
-            pieces = []
+            pieces: list[str] = []
             for piece in response.iter_text():
                 if not pieces:
                     process.send_signal(signal.SIGTERM)

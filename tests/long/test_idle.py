@@ -5,24 +5,23 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from tests.support.stack import Stack
 
-HELLO = [{"role": "user", "content": "one two three"}]
+HELLO: list[Any] = [{"role": "user", "content": "one two three"}]
 
 
 def test_c21_a_stream_that_pauses_outlives_the_patience_of_nginx(nginx: str, stack: Stack) -> None:
     """40 s without a token, nginx cuts after 30 s of silence: comments bridge it, and the SDK reads over them."""
     script = {"tokens": ["a ", "b"], "ttft_ms": 1, "itl_ms": 40_000}
-    transport = httpx.Client(trust_env=False, timeout=90)
-    with openai.OpenAI(base_url=f"{nginx}/v1", api_key=stack.run.key, http_client=transport, max_retries=0) as client:
+    with stack.sdk(url=nginx) as client:
         stream = client.chat.completions.create(
             model=stack.model,
-            messages=HELLO,  # type: ignore[arg-type]
+            messages=HELLO,
             stream=True,
             extra_body={"simulate": script},
         )

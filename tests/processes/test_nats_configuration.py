@@ -2,12 +2,18 @@
 
 import os
 import subprocess
+from functools import partial
 from pathlib import Path
 
 from compose.stack import nats_config
 from compose.stack.data_dir import Secrets
 from contracts.permissions import ROLES
 from tests.support.polling import wait_until
+
+
+def is_ready(log: Path) -> bool:
+    return log.exists() and "Server is ready" in log.read_text()
+
 
 COMPOSE = Path(__file__).parents[2] / "compose" / "deploy"
 
@@ -25,7 +31,7 @@ def test_nats_takes_its_configuration_both_ways(tmp_path: Path) -> None:
             [nats_config.nats_server(), "-c", str(path), "-l", str(log)], env=dict(os.environ) | environment
         )
         try:
-            wait_until(lambda log=log: log.exists() and "Server is ready" in log.read_text(), "the server is ready")
+            wait_until(partial(is_ready, log), "the server is ready")
         finally:
             process.terminate()
             process.wait()

@@ -5,11 +5,11 @@ from typing import Any
 
 from tests.support.polling import wait_until
 from tests.support.stack import Stack
-from tests.support.vllm import FRANCE, GREEDY, MODEL, post, sdk
+from tests.support.vllm import FRANCE, GREEDY, MODEL, post
 
 
 def test_a_chat_and_a_stream_of_it_say_paris_with_the_same_usage(real_stack: Stack) -> None:
-    with sdk(real_stack) as client:
+    with real_stack.sdk() as client:
         whole = client.chat.completions.create(**GREEDY)
         chunks = list(client.chat.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True}))
     text = whole.choices[0].message.content or ""

@@ -374,6 +374,8 @@ class Cluster:
 
         async def find() -> Service | None:
             queue = await self.queue()
+            if queue is None:
+                return None
             names = [beat.worker for beat in queue.workers for one in beat.in_flight if one.request_id == request_id]
             return next((worker for worker in self.workers if names and worker.joined_as == names[0]), None)
 
@@ -457,7 +459,7 @@ class Call:
         self._stream = bool(self.body["stream"])
         self._client = cluster.http
         self._url = f"{gateway.url}/v1/chat/completions"
-        self._headers = {"Authorization": f"Bearer {cluster.key}"} | headers
+        self._headers = {"Authorization": f"Bearer {cluster.key}", **headers}
         self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:

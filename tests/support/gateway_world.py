@@ -119,7 +119,7 @@ class World:
     def _on_request(self, message: Incoming) -> None:
         envelope = decode(message.data, type=RequestEnvelope)
         self.stored.append(envelope)
-        task: asyncio.Task[object] = asyncio.ensure_future(self.play(envelope))  # type: ignore[arg-type]
+        task: asyncio.Task[object] = asyncio.ensure_future(self.play(envelope))
         self.playing.add(task)
         task.add_done_callback(self.playing.discard)
 

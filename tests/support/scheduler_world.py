@@ -7,12 +7,13 @@ any order, late, or not at all where the bus may lose them; workers pull, run, f
 import hashlib
 import random
 from collections.abc import Callable
+from typing import Any, Literal
 
 import msgspec
 
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.attempts import AttemptEvent
-from contracts.messages.base import Epoch
+from contracts.messages.base import Epoch, Outcome
 from contracts.messages.control import (
     CancelAnswer,
     CancelAttempt,
@@ -88,7 +89,7 @@ class World:
         self.work: dict[int, WorkItem] = {}
         self.attempts: dict[tuple[str, int], AttemptEvent] = {}
         self.tail: list[AttemptEvent] = []
-        self.pending: list[Callable[[], None]] = []
+        self.pending: list[Callable[[], object]] = []
         self.workers: list[FakeWorker] = []
         self.answers: dict[str, AdmissionAnswer] = {}
         self.frames: dict[str, list[Frame]] = {}
@@ -173,13 +174,13 @@ class World:
             case events.SendFrame(_, frame):
                 self.frames.setdefault(frame.stream, []).append(frame)
             case events.AckRequest(seq):
-                self.pending.append(lambda: self.requests.pop(seq, None) and None)
+                self.pending.append(lambda: self.requests.pop(seq, None))
             case events.DeleteWork(seq):
-                self.pending.append(lambda: self.work.pop(seq, None) and None)
+                self.pending.append(lambda: self.work.pop(seq, None))
             case events.Quarantine():
                 self.quarantined[effect.envelope.request_id] = effect
-                self.pending.append(lambda: self.requests.pop(effect.request_seq, None) and None)
-                self.pending.append(lambda: self.work.pop(effect.work_seq, None) and None)
+                self.pending.append(lambda: self.requests.pop(effect.request_seq, None))
+                self.pending.append(lambda: self.work.pop(effect.work_seq, None))
             case events.StoreTerminal(event):
                 self.pending.append(lambda: self.store_attempt(event))
             case events.StoreWork():
@@ -266,7 +267,7 @@ class World:
         if isinstance(order, CancelAttempt):
             self.feed(events.ControlAnswered(order.request_id, order.attempt, answer))
 
-    def cancel_on(self, worker: FakeWorker, key: tuple[str, int]) -> str:
+    def cancel_on(self, worker: FakeWorker, key: tuple[str, int]) -> Literal["ok", "ended", "unknown"]:
         worker.never.add(key)
         progress = worker.running.pop(key, None)
         if progress is None:
@@ -276,7 +277,7 @@ class World:
 
     # -- workers -----------------------------------------------------------------------------------------
 
-    def end(self, worker: FakeWorker, progress: Progress, outcome: str, **more: bool) -> None:
+    def end(self, worker: FakeWorker, progress: Progress, outcome: Outcome, **more: Any) -> None:
         item = next(
             (
                 w
@@ -298,7 +299,7 @@ class World:
                 version="v1",
                 endpoint="chat/completions",
                 priority=envelope.priority,
-                outcome=outcome,  # type: ignore[arg-type]
+                outcome=outcome,
                 reporter="worker",
                 worker=worker.name,
                 stream=envelope.stream,

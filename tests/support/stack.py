@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from compose.stack.data_dir import DataDir, Run
@@ -107,6 +108,13 @@ class Stack:
         run = self.run
         headers = {"Authorization": f"Bearer {key or run.key}"}
         return httpx.AsyncClient(base_url=run.url, headers=headers, timeout=30, trust_env=False, **options)
+
+    def sdk(self, key: str | None = None, *, url: str = "", **options: Any) -> openai.OpenAI:
+        """OpenAI's own client of the shared port, or of ``url``, without retries unless they are asked for."""
+        run = self.run
+        http: Any = httpx.Client(trust_env=False, timeout=120)
+        options = {"max_retries": 0} | options
+        return openai.OpenAI(base_url=f"{url or run.url}/v1", api_key=key or run.key, http_client=http, **options)
 
     def cli(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """The headrace command on this stack."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from compose.stack import models
@@ -97,13 +96,6 @@ def embedder(path: Path, directory: Path) -> Path:
     (directory / "modules.json").write_text(json.dumps(_MODULES))
     (directory / "1_Pooling" / "config.json").write_text(json.dumps(_POOLING | {"word_embedding_dimension": 576}))
     return directory
-
-
-def sdk(stack: Stack, key: str | None = None, **options: Any) -> openai.OpenAI:
-    """The official SDK, without retries unless they are asked for."""
-    client = httpx.Client(trust_env=False, timeout=120)
-    options = {"max_retries": 0} | options
-    return openai.OpenAI(base_url=f"{stack.run.url}/v1", api_key=key or stack.run.key, http_client=client, **options)
 
 
 def post(stack: Stack, path: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:

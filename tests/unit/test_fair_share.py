@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from contracts.messages.base import Outcome
 from contracts.messages.control import CancelRequest
 from contracts.messages.records import TenantLimits, TenantRecord
 from scheduler.core import events
@@ -27,7 +28,7 @@ class OneSlot:
         self.served = {"t1": 0.0, "t2": 0.0}
         """Used tokens by weight."""
         self.weights = weights
-        self.ends: dict[str, tuple[str, float]] = {}
+        self.ends: dict[str, tuple[Outcome, float]] = {}
         """By tenant: how its requests end, and the share of their output that they have given by then."""
 
     def submit(self, count: int, request: dict[str, object], keys: int = 1) -> None:
@@ -103,7 +104,7 @@ def test_c29_more_keys_give_no_more() -> None:
 
 
 @pytest.mark.parametrize("end", [("completed", 0.0), ("cancelled", 0.1), ("failed", 0.5)])
-def test_c29_what_is_not_used_is_given_back(end: tuple[str, float]) -> None:
+def test_c29_what_is_not_used_is_given_back(end: tuple[Outcome, float]) -> None:
     """T1's requests reserve 2000 tokens and use few: it is served until both have used the same."""
     pool = OneSlot()
     pool.ends["t1"] = end

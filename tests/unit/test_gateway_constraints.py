@@ -194,7 +194,8 @@ def test_a_structural_tag_is_looked_through() -> None:
 
 def test_former_names_of_constraints_still_hold() -> None:
     for kind, value in (("json", {"type": "object"}), ("regex", "a+"), ("choice", ["a"]), ("grammar", "root ::= x")):
-        fields = check(**{f"guided_{kind}": value}).fields
+        guided: dict[str, Any] = {f"guided_{kind}": value}
+        fields = check(**guided).fields
         assert fields["structured_outputs"] == {kind: value}
         assert f"guided_{kind}" not in fields
     assert refused(guided_regex="a", guided_choice=["a"]).startswith("guided_")
@@ -225,7 +226,7 @@ def test_what_changes_the_answer_is_held_or_refused(fields: dict[str, Any], para
 
 
 def test_vllms_own_fields_travel() -> None:
-    own = {
+    own: dict[str, Any] = {
         "bad_words": ["no"],
         "allowed_token_ids": [1, 2],
         "prompt_logprobs": 1,

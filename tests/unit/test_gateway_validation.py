@@ -204,7 +204,8 @@ def test_c33_prompts_times_n_is_bounded() -> None:
 def test_c22_stop_in_every_form() -> None:
     assert check(BASE | {"stop": "x"}).fields["stop"] == "x"
     assert check(BASE | {"stop": ["a"] * 4}).fields["stop"] == ["a"] * 4
-    for nothing in (None, []):
+    nothings: tuple[Any, ...] = (None, [])
+    for nothing in nothings:
         assert "stop" not in check(BASE | {"stop": nothing}).fields
 
 
@@ -274,7 +275,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "
 
 
 def test_c43_message_shapes_of_a_history() -> None:
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": [{"type": "text", "text": "S"}]},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ann"},
         {"role": "assistant", "content": None, "tool_calls": [CALL]},

@@ -69,7 +69,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_template_without_tools_renders_as_the_original(messages: list[Any], generate: bool) -> None:
     expected = template(ORIGINAL_TEMPLATE).render(messages=messages, add_generation_prompt=generate)
-    for tools in (None, []):
+    none: list[Any] = []
+    for tools in (None, none):
         assert expected == template(models.CHAT_TEMPLATE).render(
             messages=messages, tools=tools, add_generation_prompt=generate
         )

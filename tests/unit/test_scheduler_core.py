@@ -109,7 +109,8 @@ def test_a_request_is_dispatched_acknowledged_and_settled() -> None:
     progress = worker.running.pop((request_id, 1))
     made.end(worker, msgspec.structs.replace(progress, completion_tokens=4), "completed")
     run_pending(made)
-    assert made.core.tombstones.ended(request_id).event.outcome == "completed"
+    tombstone = made.core.tombstones.ended(request_id)
+    assert tombstone is not None and tombstone.event.outcome == "completed"
     assert made.core.admission.reserved_tokens == 0 and not made.core.requests
 
 

@@ -120,6 +120,13 @@ def test_counters_of_waiting_tenants_stay_within_the_stated_bound(seed: int, slo
         queue.set_weight(name, weights[name])
     largest = 1000 / min(weights.values())
     running: list[tuple[QueuedRequest, float]] = []
+
+    def take(entry: QueuedRequest) -> bool:
+        if len(running) < slots:
+            running.append((entry, queue.serve(entry.key)))
+            return True
+        return False
+
     number = 0
     for _ in range(300):
         for name in names:
@@ -127,10 +134,7 @@ def test_counters_of_waiting_tenants_stay_within_the_stated_bound(seed: int, slo
                 number += 1
                 queue.push(str(number), name, "interactive", number, rng.randint(1, 1000), 0)
         if len(running) < slots:
-            queue.scan(
-                0,
-                lambda entry: len(running) < slots and running.append((entry, queue.serve(entry.key))) is None,
-            )
+            queue.scan(0, take)
         if running:
             entry, charge = running.pop(rng.randrange(len(running)))
             queue.settle(entry.tenant, charge, rng.choice([0, charge / 2, charge]))

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.support.stack import Stack
-from tests.support.vllm import CITY, MODEL, Direct, counted, post, sdk
+from tests.support.vllm import CITY, MODEL, Direct, counted, post
 
 QUESTION = "What is the capital of France?"
 FUNCTION: dict[str, Any] = {"type": "function", "name": "remember_city", "parameters": CITY, "strict": True}
@@ -143,18 +143,19 @@ def test_a_response_is_vllms_own_event_for_event(vllm_stack: Stack, direct: Dire
 
 
 def test_the_openai_sdk_reads_responses(vllm_stack: Stack) -> None:
-    with sdk(vllm_stack) as client:
+    with vllm_stack.sdk() as client:
         whole = client.responses.create(model=MODEL, input=QUESTION, temperature=0, store=True)
         assert "Paris" in whole.output_text and whole.status == "completed"
         with client.responses.stream(model=MODEL, input=QUESTION, temperature=0) as stream:
             kinds = [event.type for event in stream]
             assert stream.get_final_response().output_text == whole.output_text
         assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
-        called: Any = client.responses.create(
+        create: Any = client.responses.create
+        called = create(
             model=MODEL,
             input=QUESTION,
             temperature=0,
-            tools=[FUNCTION],  # type: ignore[list-item]
+            tools=[FUNCTION],
             tool_choice={"type": "function", "name": "remember_city"},
         )
         (call,) = [item for item in called.output if item.type == "function_call"]
@@ -245,15 +246,16 @@ def test_the_anthropic_sdk_raises_its_own_errors(vllm_stack: Stack) -> None:
 
 
 def test_embeddings_come_where_the_model_offers_them(vllm_stack: Stack) -> None:
-    with sdk(vllm_stack) as client:
+    with vllm_stack.sdk() as client:
         two = client.embeddings.create(model="embedder", input=["Hello world", "Paris"])
         assert [len(it.embedding) for it in two.data] == [576, 576]
         plain = client.embeddings.create(model="embedder", input="Hello world", encoding_format="float")
         assert plain.data[0].embedding == pytest.approx(two.data[0].embedding, abs=0.2)
         assert two.usage.prompt_tokens == plain.usage.prompt_tokens + 1
-        for model, call in ((MODEL, client.embeddings.create), ("embedder", client.completions.create)):
+        calls: list[tuple[str, Any]] = [(MODEL, client.embeddings.create), ("embedder", client.completions.create)]
+        for model, call in calls:
             with pytest.raises(openai.BadRequestError) as refused:
-                call(model=model, **{"input" if model == MODEL else "prompt": "x"})  # type: ignore[arg-type]
+                call(model=model, **{"input" if model == MODEL else "prompt": "x"})
             assert refused.value.param == "model"
         with pytest.raises(openai.BadRequestError) as long:
             client.embeddings.create(model="embedder", input="word " * 9000)

@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from contracts.client import Client
 from tests.support.polling import wait_until
 from tests.support.stack import Stack
-from tests.support.vllm import CITY, FRANCE, GREEDY, MODEL, Direct, counted, post, sdk
+from tests.support.vllm import CITY, FRANCE, GREEDY, MODEL, Direct, counted, post
 
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "remember_city", "description": "Keep a city.", "parameters": CITY}},
@@ -67,7 +67,7 @@ def text_of(answer: dict[str, Any]) -> str:
 
 
 def test_the_sdk_is_told_of_paris_streaming_and_not(vllm_stack: Stack) -> None:
-    with sdk(vllm_stack) as client:
+    with vllm_stack.sdk() as client:
         whole = client.chat.completions.create(**GREEDY)
         chunks = list(client.chat.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True}))
     text = whole.choices[0].message.content or ""
@@ -180,7 +180,7 @@ def ask_with(stack: Stack, key: str, **fields: Any) -> httpx.Response:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "remember_city"}}])
 def test_tools_are_called_with_arguments_that_obey_their_schema(vllm_stack: Stack, choice: Any) -> None:
     body: dict[str, Any] = GREEDY | {"max_tokens": 200, "tools": TOOLS[:1], "tool_choice": choice}
-    with sdk(vllm_stack) as client:
+    with vllm_stack.sdk() as client:
         whole = client.chat.completions.create(**body).choices[0].message
         chunks = list(client.chat.completions.create(**body, stream=True))
     assert whole.tool_calls
@@ -205,18 +205,22 @@ TWO_CALLS: dict[str, Any] = GREEDY | {
     "tool_choice": "auto",
     "max_tokens": 200,
 }
-CALL = r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": "(Paris|Rome)"\}\}\n</tool_call>'
-FORCED: dict[str, Any] = {"structured_outputs": {"regex": CALL + CALL}, "min_tokens": 40, "logit_bias": {"2": 100}}
+FORCED_CALL = r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": "(Paris|Rome)"\}\}\n</tool_call>'
+FORCED: dict[str, Any] = {
+    "structured_outputs": {"regex": FORCED_CALL + FORCED_CALL},
+    "min_tokens": 40,
+    "logit_bias": {"2": 100},
+}
 """Two calls of a model that by itself makes none. Beside tools, vLLM lets an answer be calls or obey the expression;
 the end (token 2) is the likeliest next token wherever it may come, and may not before the second call."""
 
 
 def test_c37_two_calls_in_one_answer_stay_apart(vllm_stack: Stack) -> None:
-    with sdk(vllm_stack) as client:
+    with vllm_stack.sdk() as client:
         whole = client.chat.completions.create(**TWO_CALLS, extra_body=FORCED).choices[0]
         chunks = list(client.chat.completions.create(**TWO_CALLS, extra_body=FORCED, stream=True))
     assert whole.finish_reason == "tool_calls" and whole.message.content is None
-    cities = [json.loads(call.function.arguments)["city"] for call in whole.message.tool_calls or ()]  # type: ignore[union-attr]
+    cities = [json.loads(call.function.arguments)["city"] for call in whole.message.tool_calls or ()]
     choices = [chunk.choices[0] for chunk in chunks]
     assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["tool_calls"]
     assert not any(choice.delta.content for choice in choices)
@@ -230,7 +234,7 @@ def test_c37_two_calls_in_one_answer_stay_apart(vllm_stack: Stack) -> None:
 
 def test_c37_a_call_that_is_cut_ends_by_length(vllm_stack: Stack) -> None:
     cut = TWO_CALLS | {"max_tokens": 55}
-    with sdk(vllm_stack) as client:
+    with vllm_stack.sdk() as client:
         whole = client.chat.completions.create(**cut, extra_body=FORCED)
         chunks = list(client.chat.completions.create(**cut, extra_body=FORCED, stream=True))
     assert whole.choices[0].finish_reason == "length"
@@ -262,7 +266,7 @@ def calls_of(chunks: list[Any]) -> dict[int, tuple[str, str, str]]:
 def test_structured_output_obeys_its_schema(vllm_stack: Stack, stream: bool) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
     body: dict[str, Any] = GREEDY | {"temperature": 1, "max_tokens": 200, "response_format": form}
-    with sdk(vllm_stack) as client:
+    with vllm_stack.sdk() as client:
         if stream:
             chunks = list(client.chat.completions.create(**body, stream=True))
             text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
@@ -280,7 +284,7 @@ def test_a_schema_that_cannot_be_kept_is_the_callers_fault(vllm_stack: Stack) ->
 
 
 def test_logprobs_seed_stop_and_choices(vllm_stack: Stack) -> None:
-    with sdk(vllm_stack) as client:
+    with vllm_stack.sdk() as client:
         probable = client.chat.completions.create(**GREEDY, logprobs=True, top_logprobs=2).choices[0].logprobs
         assert probable is not None and probable.content
         assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in probable.content)
@@ -295,8 +299,9 @@ def test_logprobs_seed_stop_and_choices(vllm_stack: Stack) -> None:
 
 
 def test_c47_the_output_limit_has_two_names_and_the_smaller_holds(vllm_stack: Stack) -> None:
-    body = {"model": MODEL, "messages": FRANCE, "temperature": 0}
-    for limits in ({"max_completion_tokens": 5}, {"max_completion_tokens": 5, "max_tokens": 9}):
+    body: dict[str, Any] = {"model": MODEL, "messages": FRANCE, "temperature": 0}
+    smaller: list[dict[str, Any]] = [{"max_completion_tokens": 5}, {"max_completion_tokens": 5, "max_tokens": 9}]
+    for limits in smaller:
         answer = post(vllm_stack, **body, **limits)
         assert answer["usage"]["completion_tokens"] == 5
         assert answer["choices"][0]["finish_reason"] == "length"
@@ -306,7 +311,7 @@ def test_c45_nulls_empties_and_unknown_fields_change_nothing(vllm_stack: Stack) 
     names = ["top_p", "n", "stop", "seed", "stream", "stream_options", "tools", "tool_choice", "response_format"]
     names += ["logit_bias", "user", "logprobs"]
     plain = text_of(post(vllm_stack, **GREEDY))
-    assert text_of(post(vllm_stack, **GREEDY, **dict.fromkeys(names))) == plain
+    assert text_of(post(vllm_stack, **GREEDY | dict.fromkeys(names))) == plain
     assert text_of(post(vllm_stack, **GREEDY, logit_bias={}, tools=[], stop=[])) == plain
     odd: dict[str, Any] = {"store": True, "service_tier": "auto", "parallel_tool_calls": False, "foo": {"a": 1}}
     assert text_of(post(vllm_stack, **GREEDY, **odd)) == plain
@@ -341,10 +346,10 @@ def test_a_caller_that_leaves_frees_its_slot(vllm_stack: Stack) -> None:
 
 
 def test_the_sdk_raises_its_own_errors(vllm_stack: Stack) -> None:
-    with sdk(vllm_stack, "hr_wrong") as client, pytest.raises(openai.AuthenticationError) as denied:
+    with vllm_stack.sdk("hr_wrong") as client, pytest.raises(openai.AuthenticationError) as denied:
         client.chat.completions.create(**GREEDY)
     assert denied.value.code == "invalid_api_key" and denied.value.request_id
-    with sdk(vllm_stack) as client:
+    with vllm_stack.sdk() as client:
         with pytest.raises(openai.NotFoundError) as unknown:
             client.chat.completions.create(**GREEDY | {"model": "none"})
         assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
@@ -360,11 +365,11 @@ def test_the_sdk_retries_what_is_limited_and_succeeds(vllm_stack: Stack) -> None
     small: dict[str, Any] = GREEDY | {"max_tokens": 1}
     while ask_with(vllm_stack, key, max_tokens=1).status_code == 200:
         pass
-    with sdk(vllm_stack, key) as client, pytest.raises(openai.RateLimitError) as limited:
+    with vllm_stack.sdk(key) as client, pytest.raises(openai.RateLimitError) as limited:
         client.chat.completions.create(**small)
     assert limited.value.code == "rate_limit_exceeded"
     assert int(limited.value.response.headers["retry-after"]) >= 1
-    with sdk(vllm_stack, key, max_retries=5) as client:
+    with vllm_stack.sdk(key, max_retries=5) as client:
         assert client.chat.completions.create(**small).choices
 
 
