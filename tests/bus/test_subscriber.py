@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -148,7 +149,7 @@ async def subscriber(connect: Connect, peer: Peer) -> AsyncIterator[Subscriber]:
     await subscriber.close()
 
 
-def opened(subscriber: Subscriber, name: str = "s", room: int = 1000, **settings: int) -> Stream:
+def opened(subscriber: Subscriber, name: str = "s", room: int = 1000, **settings: Any) -> Stream:
     stream = Stream(name, f"r-{name}", RelaySettings(**settings), room)
     subscriber.open(stream)
     return stream
@@ -167,7 +168,7 @@ async def test_a_message_is_shared_by_streams_and_each_gets_its_own(subscriber: 
     await until(lambda: a.ends and b.ends)
     assert (a.texts, b.texts, left.texts) == (["aa"], ["bb", "bb"], [])
     assert (a.ends, b.ends, left.ends) == ([END], [END], [])
-    assert peer.asked == peer.cancelled == []
+    assert not peer.asked and not peer.cancelled
 
 
 async def test_a_missed_frame_is_asked_for_and_repaired(subscriber: Subscriber, peer: Peer) -> None:
@@ -195,7 +196,7 @@ async def test_nothing_is_asked_about_a_request_without_an_id(subscriber: Subscr
     stream.request_id = ""
     await peer.send(stream, "0", "1", END, lose=(0,))
     await until(lambda: stream.ticks >= 2)
-    assert peer.asked == peer.asked_status == []
+    assert not peer.asked and not peer.asked_status
     assert stream.relay.answers == [None]
     stream.request_id, peer.kept["r-s"] = "r-s", peer.kept[""]
     await until(lambda: stream.ends)
@@ -232,7 +233,7 @@ async def test_an_answer_that_comes_after_the_stream_was_left_changes_nothing(
     after = opened(subscriber, "after")
     await peer.send(after, "0", END, lose=(0,))
     await until(lambda: after.ends)
-    assert stream.texts == stream.ends == stream.relay.answers == []
+    assert not stream.texts and not stream.ends and not stream.relay.answers
 
 
 async def test_a_question_in_flight_when_the_bus_goes_away_ends_and_is_put_again(

@@ -20,15 +20,20 @@ from contracts.messages.base import Codec, Message
 SAMPLES = [json.loads(line) for line in (Path(__file__).parent / "messages.v1.jsonl").read_text().splitlines()]
 
 
+def _heirs(kind: type[Message]) -> list[type[Message]]:
+    """Direct ones among the messages: other packages may inherit for their own ends."""
+    return [heir for heir in kind.__subclasses__() if heir.__module__.startswith(messages.__name__)]
+
+
 def _below(kind: type[Message]) -> Iterator[type[Message]]:
-    for below in kind.__subclasses__():
+    for below in _heirs(kind):
         yield below
         yield from _below(below)
 
 
 for _module in pkgutil.iter_modules(messages.__path__):
     importlib.import_module(f"{messages.__name__}.{_module.name}")
-MESSAGES = {kind.__name__: kind for kind in _below(Message) if not kind.__subclasses__()}
+MESSAGES = {kind.__name__: kind for kind in _below(Message) if not _heirs(kind)}
 """But for the bases of several, which travel nowhere."""
 
 
