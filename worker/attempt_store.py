@@ -43,14 +43,14 @@ async def _try_once(bus: Bus, event: AttemptEvent, data: bytes) -> bool | None:
         except (WrongSequence, Unconfirmed):
             last = await bus.jetstream.last(topology.ATTEMPTS, subject)
     except BusError as error:
-        _log.warning("event_not_stored", request_id=event.request_id, attempt=event.attempt, error=repr(error))
+        _log.warning("event_not_stored", request_id=event.request_id, attempt=event.attempt, reason=repr(error))
         return None
     if last is None:
         return None
     try:
         stored = _event.decode(last.data)
     except msgspec.MsgspecError as error:
-        _log.error("event_undecodable", request_id=event.request_id, attempt=event.attempt, error=str(error))
+        _log.error("event_undecodable", request_id=event.request_id, attempt=event.attempt, reason=str(error))
         return False
     return (stored.reporter, stored.worker, stored.outcome) == (event.reporter, event.worker, event.outcome)
 

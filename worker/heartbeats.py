@@ -71,4 +71,4 @@ class Heartbeats:
         try:
             await self._bus.publish(subjects.worker_heartbeat(model, core.worker), _heartbeat.encode(heartbeat))
         except BusError as error:
-            _log.warning("heartbeat_not_sent", worker=core.worker, error=str(error))
+            _log.warning("heartbeat_not_sent", worker=core.worker, reason=str(error))

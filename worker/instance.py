@@ -132,14 +132,14 @@ class Instance:
             try:
                 await self._bus.publish(subject, data)
             except BusError as error:
-                _log.warning("frames_not_sent", worker=self.name, error=str(error))
+                _log.warning("frames_not_sent", worker=self.name, reason=str(error))
 
     async def _repair(self, incoming: Incoming) -> None:
         try:
             tenant = subjects.tenant_of_last_token(incoming.subject)
             request = _frames_request.decode(incoming.data)
         except (subjects.InvalidName, msgspec.MsgspecError) as error:
-            _log.warning("frames_request_undecodable", subject=incoming.subject, error=str(error))
+            _log.warning("frames_request_undecodable", subject=incoming.subject, reason=str(error))
             return
         with contextlib.suppress(BusError):  # who asked asks again
             await incoming.respond(_frames_answer.encode(self.buffer.read(tenant, request)))
@@ -154,5 +154,5 @@ class Instance:
             try:
                 return await call(*arguments, **options)
             except BusError as error:
-                _log.warning("bus_refused", worker=self.name, call=call.__name__, error=str(error))
+                _log.warning("bus_refused", worker=self.name, call=call.__name__, reason=str(error))
                 await asyncio.sleep(RETRY_S)

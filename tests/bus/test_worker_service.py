@@ -7,11 +7,14 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import REGISTRY
+from prometheus_client.metrics import MetricWrapperBase
 
 from contracts import ids, subjects, topology
 from contracts.bus import Bus, Incoming
@@ -23,10 +26,11 @@ from contracts.messages.records import Manifest
 from contracts.messages.request import Reply, RequestEnvelope, WorkItem
 from tests.support.nats_server import NatsServer, free_port
 from tests.support.polling import until
+from worker import metrics
 from worker.config import WorkerConfig
 from worker.engines import supervisor, table
 from worker.engines.base import Engine, EngineFailure
-from worker.engines.simulated.engine import SimConfig, SimulatedEngine
+from worker.engines.simulated.engine import SimulatedEngine
 from worker.service import Worker
 
 WAIT_S = 30.0
@@ -494,7 +498,7 @@ async def test_a_dead_engine_is_rebuilt_and_its_attempts_are_returned(
     engines: list[Mortal] = []
 
     def build() -> Engine:
-        engines.append(Mortal(SimConfig(model=MODEL, slots=4, itl_ms=5.0)))
+        engines.append(Mortal(WorkerConfig(model=MODEL, sim_slots=4, sim_itl_ms=5.0), MANIFEST))
         return engines[-1]
 
     worker = await harness.start(build)
@@ -508,6 +512,65 @@ async def test_a_dead_engine_is_rebuilt_and_its_attempts_are_returned(
     await until(lambda: harness.beats[-1].state == "ready", "the engine does not come back")
     assert len(engines) == 2
     await harness.closed(await harness.send(max_tokens=3))
+
+
+# Metrics ---------------------------------------------------------------------------------------------------
+
+
+def metric(name: str, **labels: str) -> float:
+    """A sample of this model's, 0 before the first."""
+    return REGISTRY.get_sample_value(f"headrace_worker_{name}", {"model": MODEL, **labels}) or 0.0
+
+
+async def test_every_metric_says_what_happened(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "CHECK_S", 0.05)
+    scope = {"version": "v1", "priority": "interactive"}
+    counted = {
+        "attempts_total": {**scope, "outcome": "completed"},
+        "prompt_tokens_total": scope,
+        "prompt_tokens_cached_total": scope,
+        "generation_tokens_total": scope,
+        "time_to_first_token_seconds_count": scope,
+        "inter_token_latency_seconds_count": scope,
+        "engine_losses_total": {},
+    }
+    before = {name: metric(name, **labels) for name, labels in counted.items()}
+    config = WorkerConfig(model=MODEL, sim_slots=4, sim_kv_tokens=100, sim_itl_ms=5.0)
+    engines: list[Mortal] = []
+
+    def build() -> Engine:
+        engines.append(Mortal(config, MANIFEST))
+        return engines[-1]
+
+    await harness.start(build)
+    assert (metric("kv_tokens"), metric("attempts_in_flight"), metric("kv_tokens_used")) == (100, 0, 0)
+    prompt = {"messages": [{"role": "user", "content": "word " * 40}], "max_tokens": 3, "stream": True}
+    for _ in range(2):
+        body = msgspec.Raw(msgspec.json.encode(prompt))
+        await harness.closed(await harness.send(prompt_tokens=44, max_output_tokens=3, body=body))
+    # Both generate more than they reserved, so that the cache gets full.
+    pair = [await harness.send(max_tokens=60, max_output_tokens=5, simulate={"itl_ms": 25}) for _ in range(2)]
+    await until(lambda: metric("attempts_in_flight") == 2 and metric("kv_tokens_used") > 20)
+    for request_id in pair:
+        await harness.closed(request_id)
+    await until(lambda: metric("num_preemptions") >= 1 and metric("attempts_in_flight") == 0)
+    engines[0].dead = True
+    await until(lambda: len(engines) == 2, "the engine is not rebuilt")
+
+    gained = {name: metric(name, **labels) - before[name] for name, labels in counted.items()}
+    assert gained == {
+        "attempts_total": 4,
+        "prompt_tokens_total": 2 * 44 + 2 * 7,
+        "prompt_tokens_cached_total": 32,
+        "generation_tokens_total": 2 * 3 + 2 * 60,
+        "time_to_first_token_seconds_count": 4,
+        "inter_token_latency_seconds_count": 2 * 2 + 2 * 59,
+        "engine_losses_total": 1,
+    }
+    suffixes = ("_total", "_count")
+    asked = {*counted, "kv_tokens", "kv_tokens_used", "attempts_in_flight", "num_preemptions"}
+    declared = {it.describe()[0].name for it in vars(metrics).values() if isinstance(it, MetricWrapperBase)}
+    assert declared == {f"headrace_worker_{reduce(str.removesuffix, suffixes, name)}" for name in asked}
 
 
 async def test_a_stall_is_found(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -661,7 +724,8 @@ async def test_after_the_grace_time_streams_end_with_an_error_and_the_rest_is_re
 
 async def test_a_worker_that_the_bus_refuses_can_still_be_stopped(harness: Harness) -> None:
     await harness.bus.jetstream.api(f"STREAM.DELETE.{topology.WORK}")
-    worker = Worker(harness.bus, WorkerConfig(model=MODEL), MANIFEST, lambda: SimulatedEngine(SimConfig()))
+    config = WorkerConfig(model=MODEL)
+    worker = Worker(harness.bus, config, MANIFEST, lambda: table.build(config, MANIFEST))
     task = asyncio.create_task(worker.run())
     await until(lambda: worker.not_ready() == "joining")
     worker.stop()

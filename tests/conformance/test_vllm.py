@@ -125,11 +125,11 @@ async def test_a_hanging_engine_fails_its_check_and_is_killed_by_close(vllm: Ask
 
 _STARTER = """
 import asyncio, sys
-from worker.engines.vllm.arguments import VllmConfig
-from worker.engines.vllm.engine import VllmEngine
+from tests.support.asking import configuration
+from worker.engines import table
 
 if __name__ == "__main__":
-    asyncio.run(VllmEngine(VllmConfig(model_path=sys.argv[1], public_name="x")).start())
+    asyncio.run(table.build(*configuration("vllm", sys.argv[1])).start())
 """
 
 

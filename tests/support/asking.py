@@ -2,17 +2,30 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
 
 from contracts.messages.base import Endpoint
+from contracts.messages.records import Manifest
 from tests.support.polling import until
+from worker.config import WorkerConfig
 from worker.engines.base import Counts, Engine, Job
 
 SLOTS = 4
 MODEL = "the-public-name"
+CONTEXT = 8192
+
+
+def configuration(kind: Literal["vllm", "simulated"], path: str = "") -> tuple[WorkerConfig, Manifest]:
+    """What an engine of that kind is made with; a real one of the model in the directory ``path``."""
+    config = WorkerConfig(
+        model=MODEL, sim_slots=SLOTS, sim_itl_ms=5, sim_context=CONTEXT, vllm_slots=SLOTS, check_timeout_s=5
+    )
+    manifest = Manifest(name=MODEL, version="v1", engine=kind, context=CONTEXT, default_output_tokens=16, path=path)
+    return config, manifest
+
 
 VLLM_MARKS = [
     pytest.mark.vllm,

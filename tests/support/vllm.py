@@ -14,8 +14,11 @@ import pytest
 
 from compose.stack import models
 from compose.stack.processes import die_with
+from contracts.messages.records import Manifest
 from tests.support.nats_server import free_port
 from tests.support.stack import ENVIRONMENT, Stack
+from worker.config import WorkerConfig
+from worker.engines.vllm import arguments
 
 MODEL = "smollm2-135m-instruct"
 FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
@@ -44,18 +47,24 @@ class Direct:
     """vLLM's own server of the same model with the worker's arguments, without Headrace."""
 
     def __init__(self, model_path: Path, log: Path) -> None:
-        from worker.engines.vllm.arguments import VllmConfig, engine_arguments, engine_environment
-
         port = free_port()
-        config = VllmConfig(model_path=str(model_path), public_name=models.DEFAULT_MODEL, omp_threads_bind="0")
+        config = WorkerConfig(model=models.DEFAULT_MODEL)
+        manifest = Manifest(
+            name=models.DEFAULT_MODEL,
+            version="v1",
+            engine="vllm",
+            context=8192,
+            default_output_tokens=16,
+            path=str(model_path),
+        )
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host=127.0.0.1", f"--port={port}"]
         parent = os.getpid()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [*command, *engine_arguments(config)],
-                env=ENVIRONMENT | engine_environment(config),
+                [*command, *arguments.engine_arguments(config, manifest)],
+                env=ENVIRONMENT | arguments.ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": "0"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

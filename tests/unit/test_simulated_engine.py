@@ -8,8 +8,9 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from tests.support.asking import configuration
 from worker.engines.base import Counts, EngineFailure, Job
-from worker.engines.simulated.engine import SimConfig, SimulatedEngine
+from worker.engines.simulated.engine import SimulatedEngine
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -26,7 +27,9 @@ class Engine(SimulatedEngine):
     """Gathers answers; small and fast unless told otherwise."""
 
     def __init__(self, **config: Any) -> None:
-        super().__init__(SimConfig(**{"itl_ms": 1, "context": 100} | config), exit_process=_exit)
+        defaults, manifest = configuration("simulated")
+        settings = {f"sim_{name}": value for name, value in ({"itl_ms": 1, "context": 100} | config).items()}
+        super().__init__(msgspec.structs.replace(defaults, **settings), manifest, exit_process=_exit)
 
     def open(self, counts: Counts, *, stream: bool = True, **body: Any) -> AsyncGenerator[bytes, None]:
         job = Job(

@@ -14,12 +14,15 @@ from contracts.messages.records import Manifest
 from worker.config import WorkerConfig
 from worker.engines import table
 from worker.engines.base import Counts, EngineFailure, Job
-from worker.engines.vllm.arguments import VllmConfig, engine_arguments
+from worker.engines.vllm.arguments import engine_arguments
 from worker.engines.vllm.asgi import Application, AsgiCall
 from worker.engines.vllm.engine import VllmEngine
 from worker.engines.vllm.translation import STREAM_FORMS, failure_of, request_body
 
-CPU = VllmConfig(model_path="/models/small", public_name="small", slots=8)
+CPU = WorkerConfig(model="small", vllm_slots=8)
+SMALL = Manifest(
+    name="small", version="v1", engine="vllm", context=4096, default_output_tokens=16, path="/models/small"
+)
 
 
 def test_importing_the_engine_does_not_import_vllm() -> None:
@@ -37,27 +40,24 @@ def test_every_kind_of_engine_has_its_row() -> None:
 
 
 def test_a_cpu_gets_the_measured_defaults() -> None:
-    line = engine_arguments(CPU)
+    line = engine_arguments(CPU, SMALL)
     assert {"--model=/models/small", "--served-model-name=small", "--max-num-seqs=8"} <= set(line)
     assert {"--enforce-eager", "--block-size=32", "--max-num-batched-tokens=512"} <= set(line)
     assert f"--kv-cache-memory-bytes={256 * 2**20}" in line
     assert {"--tool-strict-level=parameter", "--tool-call-parser=hermes"} <= set(line)
-    assert not any("max-model-len" in argument for argument in line)
 
 
 def test_a_gpu_is_a_matter_of_configuration() -> None:
-    config = msgspec.structs.replace(
-        CPU, gpu_memory_utilization=0.9, context=32768, extra_engine_args={"tensor_parallel_size": 2}
-    )
-    line = engine_arguments(config)
-    assert {"--gpu-memory-utilization=0.9", "--max-model-len=32768", "--tensor-parallel-size=2"} <= set(line)
+    config = msgspec.structs.replace(CPU, vllm_gpu_memory_utilization=0.9, vllm_engine_args={"tensor_parallel_size": 2})
+    line = engine_arguments(config, SMALL)
+    assert {"--gpu-memory-utilization=0.9", "--max-model-len=4096", "--tensor-parallel-size=2"} <= set(line)
     cpu_only = ("--enforce-eager", "--block-size", "--kv-cache", "--worker-extension")
     assert not any(it.startswith(cpu_only) for it in line)
 
 
 def test_extra_arguments_win_and_null_takes_one_out() -> None:
     extra = {"enforce_eager": False, "block_size": None, "hf_overrides": {"a": [1]}}
-    line = engine_arguments(msgspec.structs.replace(CPU, extra_engine_args=extra))
+    line = engine_arguments(msgspec.structs.replace(CPU, vllm_engine_args=extra), SMALL)
     assert {"--no-enforce-eager", '--hf-overrides={"a":[1]}'} <= set(line)
     assert not any("block-size" in argument for argument in line)
 
@@ -124,7 +124,7 @@ def test_a_failure_does_not_repeat_what_the_caller_sent() -> None:
 
 
 async def test_an_engine_that_was_not_started_fails() -> None:
-    engine = VllmEngine(CPU)
+    engine = VllmEngine(CPU, SMALL)
     with pytest.raises(EngineFailure):
         await anext(engine.generate(job(b"{}"), Counts()))
     with pytest.raises(EngineFailure) as verdict:
@@ -215,7 +215,7 @@ def answer(body: bytes, *, kind: str = "http.response.body") -> tuple[dict[str, 
 
 async def chunks_of(endpoint: Endpoint, *sent: dict[str, Any], stream: bool = True) -> list[bytes]:
     parts = Parts(*answer(STREAMS["completions"]))  # of the warm-up
-    engine = VllmEngine(CPU, start_vllm=lambda _: parts)  # type: ignore[arg-type, return-value]
+    engine = VllmEngine(CPU, SMALL, start_vllm=lambda *_: parts)  # type: ignore[arg-type, return-value]
     await engine.start()
     parts.sent = sent
     asked = Job(request_id="r", attempt=1, endpoint=endpoint, body=b"{}", stream=stream, cache_salt="s")

@@ -85,7 +85,7 @@ class EngineSupervisor:
             await self._lost.wait()
             return time.monotonic() - started
         except EngineFailure as failure:
-            _log.error("engine_not_started", code=failure.code, error=failure.message)
+            _log.error("engine_not_started", code=failure.code, reason=failure.message)
             return 0.0
         finally:
             self.engine = None

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from contracts.messages.records import Manifest
 from worker.config import WorkerConfig
 from worker.engines.base import Engine
-from worker.engines.simulated import engine as simulated
-from worker.engines.vllm import engine as vllm
+from worker.engines.simulated.engine import SimulatedEngine
+from worker.engines.vllm.engine import VllmEngine
 
 ENGINES: dict[str, Callable[[WorkerConfig, Manifest], Engine]] = {
-    "simulated": simulated.build,
-    "vllm": vllm.build,
+    "simulated": SimulatedEngine,
+    "vllm": VllmEngine,
 }
 
 

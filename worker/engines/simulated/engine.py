@@ -11,8 +11,6 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
-import msgspec
-
 from contracts import clock
 from contracts.messages.records import Manifest
 from worker.config import WorkerConfig
@@ -24,34 +22,6 @@ BIG_BODY_BYTES = 65_536
 """Longer bodies are read in a thread: a million words take a good part of a second."""
 
 
-class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Speeds and sizes; the defaults are those of ``headrace up --sim-...``."""
-
-    model: str = "simulated"
-    """Public name, in every answer."""
-    slots: int = 64
-    kv_tokens: int = 1_000_000
-    prefill_tps: float = 20_000.0
-    """Prompt tokens computed in a second, one prompt after the other."""
-    itl_ms: float = 20.0
-    """Between two tokens of a sequence."""
-    context: int = 1_048_576
-
-
-def build(config: WorkerConfig, manifest: Manifest) -> "SimulatedEngine":
-    """The engine of a worker's model, not yet started."""
-    return SimulatedEngine(
-        SimConfig(
-            model=manifest.name,
-            slots=config.sim_slots,
-            kv_tokens=config.sim_kv_tokens,
-            prefill_tps=config.sim_prefill_tps,
-            itl_ms=config.sim_itl_ms,
-            context=config.sim_context,
-        )
-    )
-
-
 def _exit_process() -> None:
     os._exit(1)
 
@@ -59,11 +29,15 @@ def _exit_process() -> None:
 class SimulatedEngine:
     """See worker.engines.base.Engine. ``exit_process`` is called for ``exit_after``."""
 
-    def __init__(self, config: SimConfig, *, exit_process: Callable[[], None] = _exit_process) -> None:
-        self.slots = config.slots
-        self.kv_tokens = config.kv_tokens
-        self.context = config.context
-        self._config = config
+    def __init__(
+        self, config: WorkerConfig, manifest: Manifest, *, exit_process: Callable[[], None] = _exit_process
+    ) -> None:
+        self.slots = config.sim_slots
+        self.kv_tokens = config.sim_kv_tokens
+        self.context = config.sim_context
+        self._model = manifest.name
+        self._prefill_tps = config.sim_prefill_tps
+        self._itl_ms = config.sim_itl_ms
         self._exit_process = exit_process
         self._batch: Batch | None = None
         self._attempts: set[_Attempt] = set()
@@ -72,7 +46,7 @@ class SimulatedEngine:
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._batch = Batch(slots=self.slots, kv_tokens=self.kv_tokens, prefill_tps=self._config.prefill_tps)
+        self._batch = Batch(slots=self.slots, kv_tokens=self.kv_tokens, prefill_tps=self._prefill_tps)
 
     async def close(self) -> None:
         self._stop(EngineFailure("shutting_down", "the engine was closed", retryable=True))
@@ -92,8 +66,8 @@ class SimulatedEngine:
         if request.simulate.submit_delay_ms:
             await asyncio.sleep(request.simulate.submit_delay_ms / 1000)
         batch = self._living_batch()
-        answer = Answer(job, request, model=self._config.model, created=int(time.time()))
-        attempt = _Attempt(request, answer, counts, self._config.itl_ms)
+        answer = Answer(job, request, model=self._model, created=int(time.time()))
+        attempt = _Attempt(request, answer, counts, self._itl_ms)
         self._attempts.add(attempt)
         try:
             for sequence in attempt.sequences:

@@ -1,49 +1,44 @@
-"""What a vLLM engine is configured with: its settings, vLLM's command line and its environment. Imports no vLLM."""
+"""How vLLM is started: its command line and its environment. Imports no vLLM.
+
+Without ``vllm_gpu_memory_utilization`` the engine runs on a CPU, with measured defaults; with it on a GPU, with vLLM's.
+"""
 
 from typing import Any
 
 import msgspec
 
-from contracts.messages.base import Endpoint
+from contracts.messages.records import Manifest
+from worker.config import WorkerConfig
+
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "TQDM_DISABLE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    # A step that takes longer has hung; vLLM's own 300 s are too long for callers.
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "30",
+    # A fork would share this process's signal pipe and sockets: ending the engine looks like SIGTERM to us.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+"""Variables that vLLM and its engine processes read; those that are set already stay."""
 
 
-class VllmConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine. The defaults are for a CPU; with ``gpu_memory_utilization`` vLLM's own for a GPU hold."""
-
-    model_path: str
-    public_name: str
-    """The model's name in requests and answers."""
-    endpoints: tuple[Endpoint, ...] = ("chat/completions", "completions", "responses", "messages")
-    """What the engine serves: either text, or embeddings alone."""
-    slots: int = 32
-    context: int | None = None
-    """Longest sequence; None: the model's own."""
-    kv_cache_bytes: int = 256 * 2**20
-    """On a CPU. 23 KB a token with SmolLM2-135M: 11,000 tokens."""
-    gpu_memory_utilization: float | None = None
-    """Share of the GPU's memory that vLLM takes."""
-    omp_threads_bind: str = ""
-    """Cores of the engine, such as ``0``; on a CPU two engines on the same core run at a third of the speed."""
-    check_timeout_s: float = 20.0
-    """How long the engine's loop may be silent. A step of 512 prompt tokens takes 1 s on a CPU alone."""
-    extra_engine_args: dict[str, Any] = {}
-    """vLLM's command-line arguments with underscores, over those that are set here; null takes one out."""
-
-    @property
-    def embeds(self) -> bool:
-        return "embeddings" in self.endpoints
+def task_of(manifest: Manifest) -> str:
+    """vLLM's name for what the engine does: it serves either text, or embeddings alone."""
+    return "embed" if "embeddings" in manifest.endpoints else "generate"
 
 
-def engine_arguments(config: VllmConfig) -> list[str]:
+def engine_arguments(config: WorkerConfig, manifest: Manifest) -> list[str]:
     """vLLM's command line."""
     arguments: dict[str, Any] = {
-        "model": config.model_path,
-        "served_model_name": config.public_name,
-        "max_num_seqs": config.slots,
-        "max_model_len": config.context,
+        "model": manifest.path,
+        "served_model_name": manifest.name,
+        "max_num_seqs": config.vllm_slots,
+        "max_model_len": manifest.context,
         "use_tqdm_on_load": False,
     }
-    if config.embeds:
+    if task_of(manifest) == "embed":
         arguments |= {"runner": "pooling", "convert": "embed"}
     else:
         arguments |= {
@@ -55,18 +50,18 @@ def engine_arguments(config: VllmConfig) -> list[str]:
             # With "auto" the arguments of tools that are not strict would be free text.
             "tool_strict_level": "parameter",
         }
-    if config.gpu_memory_utilization is None:
+    if config.vllm_gpu_memory_utilization is None:
         arguments |= {
             "enforce_eager": True,  # compilation takes 65 s and gains at most 15 %
             "block_size": 32,  # with 128, the default on a CPU, short prompts never hit the prefix cache
-            "kv_cache_memory_bytes": config.kv_cache_bytes,
+            "kv_cache_memory_bytes": config.vllm_kv_cache_bytes,
             "worker_extension_cls": "worker.engines.vllm.cpu.Extension",  # see there
             "max_num_batched_tokens": 512,  # a step of 2048 takes 3 s, and aborts wait for it
         }
     else:
-        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        arguments["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization
     line = []
-    for name, value in (arguments | config.extra_engine_args).items():
+    for name, value in (arguments | config.vllm_engine_args).items():
         flag = name.replace("_", "-")
         if value is True:
             line.append(f"--{flag}")
@@ -76,21 +71,3 @@ def engine_arguments(config: VllmConfig) -> list[str]:
             text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
             line.append(f"--{flag}={text}")
     return line
-
-
-def engine_environment(config: VllmConfig) -> dict[str, str]:
-    """Variables that vLLM and its child processes read; those that are set already stay."""
-    variables = {
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-        "TQDM_DISABLE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        # A step that takes longer has hung; vLLM's own 300 s are too long for callers.
-        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "30",
-        # A fork would share this process's signal pipe and sockets: ending the child looks like SIGTERM to us.
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    }
-    if config.omp_threads_bind:
-        variables["VLLM_CPU_OMP_THREADS_BIND"] = config.omp_threads_bind
-    return variables

@@ -15,7 +15,7 @@ from contracts.messages.base import Endpoint
 from contracts.messages.records import Manifest
 from worker.config import WorkerConfig
 from worker.engines.base import Counts, EngineFailure, EngineStats, Job
-from worker.engines.vllm.arguments import VllmConfig, engine_arguments, engine_environment
+from worker.engines.vllm.arguments import ENVIRONMENT, engine_arguments, task_of
 from worker.engines.vllm.asgi import AsgiCall, UnknownForm
 from worker.engines.vllm.translation import checked_answer, event_kind, failure_of, request_body
 
@@ -25,37 +25,27 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def build(config: WorkerConfig, manifest: Manifest) -> "VllmEngine":
-    """The engine of a worker's model, not yet started."""
-    return VllmEngine(
-        VllmConfig(
-            model_path=manifest.path,
-            public_name=manifest.name,
-            endpoints=manifest.endpoints,
-            slots=config.vllm_slots,
-            context=manifest.context,
-            kv_cache_bytes=config.vllm_kv_cache_bytes,
-            gpu_memory_utilization=config.vllm_gpu_memory_utilization,
-            check_timeout_s=config.check_timeout_s,
-            extra_engine_args=config.vllm_engine_args,
-        )
-    )
-
-
-def _start_vllm(config: VllmConfig) -> "Parts":
+def _start_vllm(config: WorkerConfig, manifest: Manifest) -> "Parts":
     from worker.engines.vllm.parts import start_vllm
 
-    return start_vllm(engine_arguments(config), "embed" if config.embeds else "generate")
+    return start_vllm(engine_arguments(config, manifest), task_of(manifest))
 
 
 class VllmEngine:
     """See engines.base.Engine. After ``close``, or the engine's death and ``close``, ``start`` builds it anew."""
 
-    def __init__(self, config: VllmConfig, start_vllm: Callable[[VllmConfig], "Parts"] = _start_vllm) -> None:
-        self.slots = config.slots
+    def __init__(
+        self,
+        config: WorkerConfig,
+        manifest: Manifest,
+        *,
+        start_vllm: Callable[[WorkerConfig, Manifest], "Parts"] = _start_vllm,
+    ) -> None:
+        self.slots = config.vllm_slots
         self.kv_tokens = 0
-        self.context = config.context or 0
+        self.context = manifest.context
         self._config = config
+        self._manifest = manifest
         self._start_vllm = start_vllm
         self._parts: Parts | None = None
         self._open: set[AsgiCall] = set()
@@ -63,11 +53,11 @@ class VllmEngine:
         """``check`` found the engine dead or silent."""
 
     async def start(self) -> None:
-        for name, value in engine_environment(self._config).items():
+        for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self._suspected = False
         try:
-            self._parts = parts = await _in_thread(lambda: self._start_vllm(self._config))
+            self._parts = parts = await _in_thread(lambda: self._start_vllm(self._config, self._manifest))
             await parts.open_application()
             await self._warm_up()
         except Exception as error:
@@ -113,7 +103,7 @@ class VllmEngine:
         call = AsgiCall(
             parts.application,
             f"/v1/{job.endpoint}",
-            request_body(job, self._config.public_name),
+            request_body(job, self._manifest.name),
             headers={"x-request-id": job.request_id},
             context=context,
         )
@@ -147,10 +137,10 @@ class VllmEngine:
         So does the first with log probabilities, whose kernel is compiled in the engine's loop (20 s and more on a busy
         CPU): by then the health check takes the engine for dead.
         """
-        endpoint: Endpoint = "embeddings" if self._config.embeds else "completions"
+        embeds = task_of(self._manifest) == "embed"
+        endpoint: Endpoint = "embeddings" if embeds else "completions"
         text = b'{"prompt": "Hello", "max_tokens": 2, "logprobs": 1, "echo": true}'
-        body = b'{"input": "Hello"}' if self._config.embeds else text
-        stream = not self._config.embeds
+        body, stream = (b'{"input": "Hello"}', False) if embeds else (text, True)
         job = Job(request_id="warm-up", attempt=0, endpoint=endpoint, body=body, stream=stream, cache_salt="warm-up")
         async for _ in self.generate(job, Counts()):
             pass
