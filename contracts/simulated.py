@@ -68,7 +68,7 @@ def simulate_field(body: Mapping[str, Any]) -> Simulate | None:
 
 
 class Prompt:
-    """The tokens of one prompt, read anew each time, in slices.
+    """The tokens of one prompt, read in slices, each time again.
 
     A million words are never all there at once, and no single call takes long: other threads get their turns.
     """

@@ -213,6 +213,7 @@ class FrameBuffer:
 
     @property
     def kept_bytes(self) -> int:
+        """Over all attempts, as FRAME_BYTES weighs frames."""
         return self._kept_bytes
 
     def _forget_oldest(self) -> None:

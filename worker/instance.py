@@ -97,12 +97,14 @@ class Instance:
             self._puller.notify()
 
     def abandon(self) -> None:
+        """Send and hear nothing more, at once."""
         self.abandoned = True
         self.buffer.close()
         for task in self._tasks:
             task.cancel()
 
     async def close(self) -> None:
+        """Abandon it, and give back what it has on the bus."""
         self.abandon()
         if self._tasks:
             await asyncio.wait(self._tasks)

@@ -569,7 +569,7 @@ async def test_every_metric_says_what_happened(harness: Harness, monkeypatch: py
     }
     suffixes = ("_total", "_count")
     asked = {*counted, "kv_tokens", "kv_tokens_used", "attempts_in_flight", "num_preemptions"}
-    declared = {it.describe()[0].name for it in vars(metrics).values() if isinstance(it, MetricWrapperBase)}
+    declared = {next(iter(it.describe())).name for it in vars(metrics).values() if isinstance(it, MetricWrapperBase)}
     assert declared == {f"headrace_worker_{reduce(str.removesuffix, suffixes, name)}" for name in asked}
 
 

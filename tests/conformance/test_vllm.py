@@ -93,9 +93,9 @@ async def test_a_dead_engine_fails_what_it_ran_and_can_be_rebuilt(vllm: Asker) -
     for failure in await asyncio.wait_for(asyncio.gather(*running), 30):
         assert failure.engine_death
         assert failure.retryable
-    with pytest.raises(EngineFailure) as verdict:
+    with pytest.raises(EngineFailure) as failed:
         await vllm.engine.check()
-    assert verdict.value.engine_death
+    assert failed.value.engine_death
     await vllm.engine.close()
     with pytest.raises(EngineFailure):
         await vllm.ask(vllm.job(True, max_tokens=1))
@@ -113,9 +113,9 @@ async def test_a_hanging_engine_fails_its_check_and_is_killed_by_close(vllm: Ask
     processes = _processes()
     for process in processes:
         process.send_signal(signal.SIGSTOP)
-    with pytest.raises(EngineFailure) as verdict:
+    with pytest.raises(EngineFailure) as failed:
         await vllm.engine.check()
-    assert verdict.value.engine_death
+    assert failed.value.engine_death
     await vllm.engine.close()
     failure = await asyncio.wait_for(running, 30)
     assert failure.engine_death

@@ -10,7 +10,7 @@ from contracts import simulated
 from contracts.errors import HeadraceError
 from contracts.messages.base import Endpoint
 from contracts.simulated import Prompt, simulate_field, simulated_prompt_tokens
-from worker.engines.simulated.answer import Text
+from worker.engines.simulated.answer import ChoiceText
 
 HELLO = [{"role": "user", "content": "hello big world"}]
 
@@ -99,7 +99,7 @@ def test_a_malformed_field_is_refused(field: object) -> None:
 
 def pieces(tokens: list[bytes], *stops: str) -> list[str]:
     """What goes out after each token until a stop string, and what was held back at the end."""
-    text, out = Text(list(stops)), []
+    text, out = ChoiceText(list(stops)), []
     for token in tokens:
         out.append(text.add(token))
         if text.stopped:

@@ -203,7 +203,7 @@ async def test_a_prompt_of_a_million_words_is_answered() -> None:
     await engine.close()
 
 
-async def test_closing_ends_open_answers_and_start_begins_anew(engine: Engine) -> None:
+async def test_closing_ends_open_answers_and_start_begins_again(engine: Engine) -> None:
     chunks = engine.open(Counts(), max_tokens=90)
     await anext(chunks)
     await engine.close()

@@ -127,9 +127,9 @@ async def test_an_engine_that_was_not_started_fails() -> None:
     engine = VllmEngine(CPU, SMALL)
     with pytest.raises(EngineFailure):
         await anext(engine.generate(job(b"{}"), Counts()))
-    with pytest.raises(EngineFailure) as verdict:
+    with pytest.raises(EngineFailure) as failed:
         await engine.check()
-    assert verdict.value.engine_death
+    assert failed.value.engine_death
     assert engine.stats().running == 0
     await engine.close()
 
@@ -215,7 +215,7 @@ def answer(body: bytes, *, kind: str = "http.response.body") -> tuple[dict[str, 
 
 async def chunks_of(endpoint: Endpoint, *sent: dict[str, Any], stream: bool = True) -> list[bytes]:
     parts = Parts(*answer(STREAMS["completions"]))  # of the warm-up
-    engine = VllmEngine(CPU, SMALL, start_vllm=lambda *_: parts)  # type: ignore[arg-type, return-value]
+    engine = VllmEngine(CPU, SMALL, start_vllm=lambda *_: parts)  # type: ignore[arg-type]
     await engine.start()
     parts.sent = sent
     asked = Job(request_id="r", attempt=1, endpoint=endpoint, body=b"{}", stream=stream, cache_salt="s")

@@ -51,6 +51,7 @@ class InFlight(msgspec.Struct, kw_only=True):
 
     @property
     def key(self) -> Key:
+        """Request id and number of the attempt."""
         return self.item.request.request_id, self.item.attempt
 
 
@@ -77,6 +78,7 @@ class Attempts:
         return iter(list(self._in_flight.values()))
 
     def get(self, key: Key) -> InFlight | None:
+        """The attempt if it is in flight."""
         return self._in_flight.get(key)
 
     @property

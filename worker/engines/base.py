@@ -88,7 +88,8 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Stop everything that the engine started; generators still open raise EngineFailure."""
 
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        """How it stands; zeros before ``start``."""
 
     def generate(self, job: Job, counts: Counts) -> AsyncGenerator[bytes, None]:
         """Chunks of the answer, each one JSON object: the API's events, or one whole response without ``stream``.

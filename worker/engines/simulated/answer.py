@@ -36,8 +36,8 @@ class _Fields(msgspec.Struct):
     stream_options: _StreamOptions | None = None
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A job, understood."""
+class ParsedJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job asks of the simulated engine."""
 
     prompts: list[int]
     """Tokens of each prompt."""
@@ -62,7 +62,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return "stop" if self.script is not None and self.lengths[prompt] == len(self.script) else "length"
 
 
-def read_request(job: Job, context: int) -> Request:
+def parse_job(job: Job, context: int) -> ParsedJob:
     """Raises EngineFailure (status 400) for a body that cannot be served."""
     try:
         body = msgspec.json.decode(job.body, type=dict[str, Any])
@@ -89,7 +89,7 @@ def read_request(job: Job, context: int) -> Request:
                 param="messages" if job.endpoint == "chat/completions" else "prompt",
                 status=400,
             )
-    return Request(
+    return ParsedJob(
         prompts=lengths,
         blocks=[prefix_blocks(job.cache_salt, prompt) for prompt in prompts],
         n=fields.n or 1,
@@ -101,7 +101,7 @@ def read_request(job: Job, context: int) -> Request:
     )
 
 
-class Text:
+class ChoiceText:
     """Text of one choice as its tokens come: parts of characters and of stop strings are held back."""
 
     def __init__(self, stops: list[str]) -> None:
@@ -140,10 +140,10 @@ class Text:
         return 0
 
 
-class Answer:
+class ChunkWriter:
     """The chunks of one attempt, or its one response. Choices are numbered prompt by prompt, as OpenAI's."""
 
-    def __init__(self, job: Job, request: Request, *, model: str, created: int) -> None:
+    def __init__(self, job: Job, request: ParsedJob, *, model: str, created: int) -> None:
         self._chat = job.endpoint == "chat/completions"
         self._stream = job.stream
         self._include_usage = request.include_usage
@@ -151,7 +151,7 @@ class Answer:
         if self._chat and self._stream:
             kind = "chat.completion.chunk"
         self._head = {"id": f"{prefix}-{job.request_id}", "object": kind, "created": created, "model": model}
-        self._texts = [Text(request.stops) for _ in request.prompts for _ in range(request.n)]
+        self._texts = [ChoiceText(request.stops) for _ in request.prompts for _ in range(request.n)]
         self._tokens = [request.tokens() for _ in self._texts]
         self._begun = [False] * len(self._texts)
         self._parts: list[list[str]] = [[] for _ in self._texts]
@@ -177,10 +177,12 @@ class Answer:
         return [msgspec.json.encode(self._head | {"choices": [self._delta(choice, piece, reason)]})]
 
     def stopped(self, choice: int) -> bool:
+        """Whether a stop string ended the choice."""
         return self._texts[choice].stopped
 
     @property
     def complete(self) -> bool:
+        """Whether each choice has ended."""
         return None not in self._reasons
 
     def close(self, counts: Counts) -> list[bytes]:

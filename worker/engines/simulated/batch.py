@@ -35,6 +35,7 @@ class Trigger:
 
     @property
     def due(self) -> bool:
+        """Whether the next token is the one that does not come."""
         return self.given >= self.after
 
 
@@ -72,7 +73,7 @@ Event = tuple[Sequence, EventKind]
 
 
 def prefix_blocks(salt: str, prompt: Iterable[Hashable]) -> list[int]:
-    """Hash of each whole block of the prompt with all before it; the last token is always computed anew."""
+    """Hash of each whole block of the prompt with all before it; the last token is always computed."""
     tokens = iter(prompt)
     blocks, value = [], hash(salt)
     block = tuple(islice(tokens, BLOCK))
@@ -151,6 +152,7 @@ class Batch:
         return self._heap[0][0] if self._heap else None
 
     def stats(self) -> EngineStats:
+        """How it stands, and tokens since the start."""
         return EngineStats(
             running=len(self._running),
             waiting=len(self._waiting),

@@ -15,7 +15,7 @@ from contracts import clock
 from contracts.messages.records import Manifest
 from worker.config import WorkerConfig
 from worker.engines.base import Counts, EngineFailure, EngineStats, Job
-from worker.engines.simulated.answer import Answer, Request, read_request
+from worker.engines.simulated.answer import ChunkWriter, ParsedJob, parse_job
 from worker.engines.simulated.batch import Action, Batch, EventKind, Sequence, Trigger
 
 BIG_BODY_BYTES = 65_536
@@ -60,13 +60,13 @@ class SimulatedEngine:
 
     async def generate(self, job: Job, counts: Counts) -> AsyncGenerator[bytes, None]:
         if len(job.body) > BIG_BODY_BYTES:
-            request = await asyncio.to_thread(read_request, job, self.context)
+            request = await asyncio.to_thread(parse_job, job, self.context)
         else:
-            request = read_request(job, self.context)
+            request = parse_job(job, self.context)
         if request.simulate.submit_delay_ms:
             await asyncio.sleep(request.simulate.submit_delay_ms / 1000)
         batch = self._living_batch()
-        answer = Answer(job, request, model=self._model, created=int(time.time()))
+        answer = ChunkWriter(job, request, model=self._model, created=int(time.time()))
         attempt = _Attempt(request, answer, counts, self._itl_ms)
         self._attempts.add(attempt)
         try:
@@ -140,7 +140,7 @@ class SimulatedEngine:
 class _Attempt:
     """One ``generate``: its sequences, and what they gave and nobody has fetched yet."""
 
-    def __init__(self, request: Request, answer: Answer, counts: Counts, itl_ms: float) -> None:
+    def __init__(self, request: ParsedJob, answer: ChunkWriter, counts: Counts, itl_ms: float) -> None:
         self.closed = False
         self._request = request
         self._answer = answer
@@ -208,7 +208,7 @@ class _Attempt:
         return [sequence] if stopped else []
 
 
-def _trigger(request: Request) -> Trigger | None:
+def _trigger(request: ParsedJob) -> Trigger | None:
     """The one of ``fail_after``, ``exit_after`` and ``hang_after`` that comes first."""
     simulate = request.simulate
     limits: list[tuple[Action, int | None]] = [
