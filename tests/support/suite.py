@@ -69,7 +69,8 @@ Pytest = Callable[[Sequence[str]], Result]
 def pytest(arguments: Sequence[str]) -> Result:
     """Run pytest in a process of its own."""
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as outcomes:
-        command = [sys.executable, "-m", "pytest", "--outcomes", outcomes.name, *arguments]
+        # One word: apart, the file would pass for a place of tests until our plugin is loaded.
+        command = [sys.executable, "-m", "pytest", f"--outcomes={outcomes.name}", *arguments]
         began = time.monotonic()
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
         return Result(code, [json.loads(line) for line in outcomes], time.monotonic() - began)
