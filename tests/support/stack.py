@@ -30,14 +30,14 @@ START_LIMIT_S = 60.0
 STOP_LIMIT_S = 60.0
 
 
-def headrace(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def headrace(*arguments: str, timeout_s: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
     """One run of the command, to its end."""
     return subprocess.run(
         [*HEADRACE, *arguments],
         env=ENVIRONMENT | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=timeout_s,
         check=False,
     )
 
