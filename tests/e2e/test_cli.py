@@ -1,57 +1,13 @@
 """Commands that people type: what they print, what they change, what they refuse."""
 
-import json
-import socket
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.polling import wait_until
 from tests.support.stack import Stack, StartStack, headrace
 
-IMPORTS_S = 240
-"""The doctor imports vLLM: seconds, on a busy machine a minute."""
 TOMORROW = (datetime.now(UTC) + timedelta(days=1)).date().isoformat()
-
-
-def findings(data_dir: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """Exit status and findings of ``headrace doctor``, by name."""
-    done = headrace("doctor", "--data-dir", str(data_dir), "--json", *arguments, timeout_s=IMPORTS_S)
-    return done.returncode, {found["name"]: found for found in json.loads(done.stdout)}
-
-
-def test_doctor_finds_a_running_stack_healthy(stack: Stack) -> None:
-    status, found = findings(stack.data_dir)
-    assert [name for name, each in found.items() if each["needed"] and not each["ok"]] == []
-    assert status == 0
-    assert f"running and healthy at {stack.run.url}" in found["stack"]["text"]
-    assert "vllm" in found["vLLM"]["text"] and "torch" in found["vLLM"]["text"]
-
-
-def test_doctor_says_what_is_wrong(tmp_path: Path) -> None:
-    """A port that is taken, and the run.json of a stack that was killed; what is well is said beside it."""
-    gone = {
-        "url": "http://127.0.0.1:9",
-        "gateway_urls": ["http://127.0.0.1:9"],
-        "metrics_urls": {},
-        "nats_url": "nats://127.0.0.1:9",
-        "key": "k",
-        "admin_key": "a",
-        "pids": {"gateway": [2**22 + 1]},
-    }
-    (tmp_path / "run.json").write_text(json.dumps(gone))
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        status, found = findings(tmp_path, "--port", str(port))
-    assert status == 1
-    assert not found[f"port {port}"]["ok"]
-    assert "--port" in found[f"port {port}"]["text"]
-    assert found["Python"]["ok"] and found["nats-server"]["ok"]
-    assert "it was killed" in found["stack"]["text"]
 
 
 def test_models_and_prices_are_entered_and_listed(start_stack: StartStack) -> None:

@@ -28,16 +28,18 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.sta
 }
 START_LIMIT_S = 60.0
 STOP_LIMIT_S = 60.0
+COMMAND_LIMIT_S = 240.0
+"""The doctor imports vLLM: seconds, on a busy machine a minute."""
 
 
-def headrace(*arguments: str, timeout_s: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+def headrace(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """One run of the command, to its end."""
     return subprocess.run(
         [*HEADRACE, *arguments],
         env=ENVIRONMENT | environment,
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=COMMAND_LIMIT_S,
         check=False,
     )
 
