@@ -21,11 +21,11 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     body_s_max: float = 30.0
     """A body that takes longer to arrive is refused with 408. A guess: 16 MiB at 4.5 Mbit/s."""
     claim_check_bytes: int = 64 << 10
-    """Larger bodies travel by the object store (DESIGN.md section 4)."""
+    """Larger bodies travel by the object store."""
     admit_s_max: float = 5.0
     """How long a request waits for a scheduler to answer: a standby takes over within seconds."""
     hold_s: float = 10.0
-    """The status line waits so long for the first frame (DESIGN.md section 5)."""
+    """The status line waits so long for the first frame (ARCHITECTURE.md, The edge)."""
     stream_bytes_max: int = 4 << 20
     """Unsent text per stream; a slower reader is cut off."""
 

@@ -81,7 +81,7 @@ class Prices:
             try:
                 self._rows[key] = price_row(_prices.decode(entry.value))
             except (msgspec.MsgspecError, ValueError) as error:
-                log.error("price_undecodable", key=key, reason=str(error))
+                log.error("price_undecodable", key=key, seq=entry.revision, reason=str(error))
         self._changed.set()
 
     async def _write(self) -> None:

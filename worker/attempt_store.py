@@ -50,7 +50,7 @@ async def _try_once(bus: Bus, event: AttemptEvent, data: bytes) -> bool | None:
     try:
         stored = _event.decode(last.data)
     except msgspec.MsgspecError as error:
-        _log.error("event_undecodable", request_id=event.request_id, attempt=event.attempt, reason=str(error))
+        _log.error("event_undecodable", subject=subject, seq=last.stream_seq, reason=str(error))
         return False
     return (stored.reporter, stored.worker, stored.outcome) == (event.reporter, event.worker, event.outcome)
 

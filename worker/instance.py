@@ -141,7 +141,9 @@ class Instance:
             tenant = subjects.tenant_of_last_token(incoming.subject)
             request = _frames_request.decode(incoming.data)
         except (subjects.InvalidName, msgspec.MsgspecError) as error:
-            _log.warning("frames_request_undecodable", subject=incoming.subject, reason=str(error))
+            _log.warning(
+                "frames_request_undecodable", subject=incoming.subject, bytes=len(incoming.data), reason=str(error)
+            )
             return
         with contextlib.suppress(BusError):  # who asked asks again
             await incoming.respond(_frames_answer.encode(self.buffer.read(tenant, request)))

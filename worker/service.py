@@ -199,7 +199,7 @@ class Worker:
         try:
             item = _item.decode(incoming.data)
         except msgspec.MsgspecError as error:
-            _log.error("work_undecodable", stream_seq=incoming.stream_seq, reason=str(error))
+            _log.error("work_undecodable", subject=incoming.subject, seq=incoming.stream_seq, reason=str(error))
             self._acknowledge(incoming)
             return
         self._deliveries[incoming.stream_seq] = incoming
@@ -209,7 +209,7 @@ class Worker:
         try:
             request = _control.decode(incoming.data)
         except msgspec.MsgspecError as error:
-            _log.warning("control_undecodable", subject=incoming.subject, reason=str(error))
+            _log.warning("control_undecodable", subject=incoming.subject, bytes=len(incoming.data), reason=str(error))
             return
         self._step(events.ControlAsked(request=request, asker=incoming))
 

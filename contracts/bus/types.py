@@ -151,7 +151,7 @@ class Incoming:
     async def ack(self) -> bool:
         """Acknowledge to the consumer and wait until the server has it; False when that stays unconfirmed.
 
-        An ack is no fence: it also settles what another holder works on after a redelivery.
+        An ack is no fence: it also settles what another worker runs after a redelivery.
         """
         return await self._sender.confirm_ack(self.reply)
 

@@ -233,11 +233,13 @@ class Subscriber:
             if not question.request_id or not self._bus.connected:
                 return None
             try:
-                return decode(await self._bus.request(subject, _encode(question), timeout_s=QUESTION_TIMEOUT_S))
+                answer = await self._bus.request(subject, _encode(question), timeout_s=QUESTION_TIMEOUT_S)
             except BusError:
                 return None
+            try:
+                return decode(answer)
             except msgspec.MsgspecError as error:
-                log.error("answer_undecodable", subject=subject, reason=str(error))
+                log.error("answer_undecodable", subject=subject, bytes=len(answer), reason=str(error))
                 return None
 
     async def _cancel(self, question: CancelRequest, subject: str) -> bool:

@@ -48,7 +48,7 @@ class _Records(Generic[R]):
         try:
             self.known[key] = self._codec.decode(entry.value)
         except msgspec.MsgspecError as error:
-            _log.error("record_undecodable", key=key[:8], reason=str(error))
+            _log.error("record_undecodable", key=key[:8], seq=entry.revision, reason=str(error))
 
 
 class Directory:

@@ -65,7 +65,7 @@ class Catalog:
         try:
             manifest = _manifests.decode(entry.value)
         except msgspec.MsgspecError as error:
-            _log.error("manifest_undecodable", key=key, reason=str(error))
+            _log.error("manifest_undecodable", key=key, seq=entry.revision, reason=str(error))
             return
         before = self._models.get(manifest.name)
         if before is not None and before.manifest == manifest:

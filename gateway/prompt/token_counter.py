@@ -52,7 +52,7 @@ class TokenCounter:
         try:
             await asyncio.shield(self._loading)
         except (OSError, ValueError, ImportError) as error:
-            _log.error("tokenizer_unreadable", model=self._manifest.name, reason=str(error))
+            _log.error("tokenizer_undecodable", model=self._manifest.name, reason=str(error))
             raise HeadraceError("unavailable", "The model's tokenizer cannot be loaded.", retry_after_s=5) from error
 
     async def count(self, api: Api, fields: dict[str, Any], size: int) -> list[int]:

@@ -86,8 +86,8 @@ async def test_a_cut_of_30_s_ends_streams_with_an_error_and_everybody_comes_back
     """One gateway's link is dead though open; one worker's link is cut. The others go on."""
     calls = await streams(cluster, 4, 6000)
     beyond = await streams(cluster, 1, 6000, gateway=1)
-    holder = await cluster.worker_of(beyond[0].request_id)
-    (cut,) = [worker for worker in cluster.workers if worker is not holder]
+    runner = await cluster.worker_of(beyond[0].request_id)
+    (cut,) = [worker for worker in cluster.workers if worker is not runner]
     evictions = cut.says("evicted")
     cut.link.cut()
     cluster.gateways[1].link.stall()

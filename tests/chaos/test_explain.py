@@ -1,4 +1,4 @@
-"""``headrace explain`` after each row of the failure table (DESIGN.md section 7) says what the test made happen."""
+"""``headrace explain`` says what the test made happen, after each kind of failure."""
 
 import asyncio
 import json

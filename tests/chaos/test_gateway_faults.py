@@ -183,7 +183,7 @@ async def test_a_cancel_that_overtakes_even_the_admission_holds(cluster: Cluster
 
 
 async def test_a_request_that_is_stored_after_its_time_never_runs(cluster: Cluster) -> None:
-    """Its reservation has lapsed; what comes in later is dropped as expired, though nobody cancelled it."""
+    """Its reservation has expired; what comes in later is dropped as expired, though nobody cancelled it."""
     request_id = ids.request_id()
     now_ms = time.time_ns() // 1_000_000
     async with cluster.bus() as bus:

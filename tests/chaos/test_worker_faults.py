@@ -95,7 +95,7 @@ async def test_a_frozen_worker_that_wakes_up_changes_nothing(cluster: Cluster) -
 
 
 async def test_waiting_requests_of_a_dead_worker_have_their_first_token_elsewhere_within_5_s(cluster: Cluster) -> None:
-    """Those it held are suspects: one at a time on the other worker until its first token, 0.3 s each."""
+    """Those it held are poison candidates: one at a time on the other worker until its first token, 0.3 s each."""
     calls = [cluster.ask(simulate={"tokens": ["a", "b", "c"], "ttft_ms": 300}) for _ in range(8)]
     await cluster.runs(8, 0)
     cluster.workers[0].kill()

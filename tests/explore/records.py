@@ -6,7 +6,7 @@ BASE_MS = 1_000_000_000_000
 """When every history begins; whatever is a little above it is an instant (see ``canonical``)."""
 TICK_MS = 500
 LOST_TICKS = 2
-"""Silence of more own ticks than these loses a worker; 6 in production."""
+"""Silence of more loopback heartbeats than these loses a worker; 6 in production."""
 STOPPED_TICKS = 5
 """A frozen process wakes, and a delayed message arrives, within these: longer than a loss and a takeover take."""
 
@@ -66,7 +66,7 @@ class Run(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """An attempt's frames, as the worker's outbox keeps them."""
+    """An attempt's frames, as the worker's replay buffer keeps them."""
 
     key: Key
     frames: tuple[bytes, ...] = ()

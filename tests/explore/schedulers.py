@@ -258,7 +258,7 @@ def renew(world: "World") -> None:
 
 
 def pass_time(world: "World", beats: list[Op]) -> None:
-    """Heartbeats arrive, own ticks after them; once all is settled the sweep looks at WORK."""
+    """Heartbeats arrive, loopback heartbeats after them; once all is settled the sweep looks at WORK."""
     settled = world.is_settled()
     for slot, sched in enumerate(world.scheds):
         if sched.up != "up" or sched.state < 0 or sched.phase not in SERVING:

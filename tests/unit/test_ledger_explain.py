@@ -1,4 +1,4 @@
-"""What support reads of a request, for each row of the failure table."""
+"""What support reads of a request, after each kind of failure."""
 
 import re
 from typing import Any

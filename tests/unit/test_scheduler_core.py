@@ -295,7 +295,7 @@ def test_a_request_that_kills_two_workers_is_quarantined() -> None:
 
 
 def test_a_death_beside_a_suspect_without_a_token_is_not_put_down_to_its_neighbours() -> None:
-    """The innocent was a suspect, too; it has had its token when the guilty one kills the next worker."""
+    """The innocent was a poison candidate, too; it has had its token when the guilty one kills the next worker."""
     made = world()
     ids = [submit(made, stream=False), submit(made, stream=False)]
     for _ in range(2):
@@ -503,7 +503,7 @@ def test_a_takeover_keeps_the_body_that_the_owner_before_it_does_not_delete() ->
 
 
 def test_a_withdrawn_attempt_of_a_live_worker_is_no_death() -> None:
-    """WORK did not confirm what the worker holds: it is taken back and given again, and nobody is a suspect."""
+    """WORK did not confirm what the worker holds: it is given again, and nobody is a poison candidate."""
     made = world()
     worker = worker_of(made)
     request_id = submit(made)
