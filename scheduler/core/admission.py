@@ -21,6 +21,10 @@ PREDICTION_MARGIN = 1.1
 """A predicted wait is taken this much longer: work ends in lumps, and the estimate is a mean."""
 
 
+UNKNOWN = TenantRecord(name="")
+"""Of every tenant that the registry has not told of."""
+
+
 class AdmissionControl:
     """Quotas, budgets and queue bounds of one model."""
 
@@ -41,7 +45,7 @@ class AdmissionControl:
 
     def tenant(self, name: str) -> TenantRecord:
         """The tenant's record; one without any limit while the registry has not told of it."""
-        return self.tenants.get(name) or TenantRecord(name=name)
+        return self.tenants.get(name, UNKNOWN)
 
     def set_tenant(self, name: str, record: TenantRecord | None, now_ms: int) -> None:
         """The registry's record has changed, or is deleted (None)."""
@@ -77,18 +81,18 @@ class AdmissionControl:
         quota.check(cost, now_ms, self.throughput.turnover_ms(quota.open))
         wait_ms = 0
         if self.waiting or not has_room:
-            wait_ms = self._predicted_wait_ms(tenant, quota, cost, now_ms)
-        self._check_queue(quota, cost, wait_ms)
+            wait_ms = self._predicted_wait_ms(asked.tenant, quota, cost, now_ms)
+        self._check_queue(quota, cost.total, wait_ms)
         if wait_ms > deadline_ms:
             room_in_s = seconds(wait_ms - deadline_ms)
             if room_in_s <= RETRY_AFTER_S_MAX:  # the line is no longer than that, or its end would run away
-                self.retry_reservations.add(tenant.name, cost, now_ms, room_in_s * 1000)
+                self.retry_reservations.add(asked.tenant, cost, now_ms, room_in_s * 1000)
             raise HeadraceError(
                 "overloaded",
                 f"The first token is expected after {wait_ms} ms, later than the deadline of {deadline_ms} ms.",
                 retry_after_s=min(RETRY_AFTER_S_MAX, room_in_s),
             )
-        self.retry_reservations.use(tenant.name, cost, now_ms)
+        self.retry_reservations.use(asked.tenant, cost, now_ms)
         return deadline_ms
 
     def pass_time(self, now_ms: int) -> None:
@@ -137,41 +141,40 @@ class AdmissionControl:
                 retry_after_s=seconds(following_ms - now_ms),
             )
 
-    def _check_queue(self, quota: Quota, cost: Cost, wait_ms: int) -> None:
+    def _check_queue(self, quota: Quota, tokens: int, wait_ms: int) -> None:
         limits = self.manifest.limits
-        own_full = (
-            quota.waiting + 1 > limits.tenant_queued_requests
-            or quota.waiting_tokens + cost.total > limits.tenant_queued_tokens
-        )
-        full = self.waiting + 1 > limits.queued_requests or self.waiting_tokens + cost.total > limits.queued_tokens
-        if own_full:
+        if (
+            quota.waiting >= limits.tenant_queued_requests
+            or quota.waiting_tokens + tokens > limits.tenant_queued_tokens
+        ):
             raise HeadraceError(
                 "rate_limit_exceeded",
                 "The tenant's share of the model's queue is full.",
                 retry_after_s=min(RETRY_AFTER_S_MAX, seconds(wait_ms / max(1, quota.waiting))),
             )
-        if full:
+        if self.waiting >= limits.queued_requests or self.waiting_tokens + tokens > limits.queued_tokens:
             raise HeadraceError(
                 "overloaded",
                 "The model's queue is full.",
                 retry_after_s=min(RETRY_AFTER_S_MAX, seconds(wait_ms / max(1, self.waiting))),
             )
 
-    def _predicted_wait_ms(self, tenant: TenantRecord, quota: Quota, cost: Cost, now_ms: int) -> int:
+    def _predicted_wait_ms(self, tenant: str, quota: Quota, cost: Cost, now_ms: int) -> int:
         """Expected time to dispatch: the work that goes first over the estimated throughput; 0 while that is unknown.
 
         The tenant's own queue is worked off at its share of the throughput, once the others have caught up with what
         it was served before them; nobody waits longer than for all that is queued. Who was not told to come back by
         now waits behind those who were.
         """
-        share = self._queue.shares.get(tenant.name)
+        share = self._queue.shares.get(tenant)
         waits = share is not None and share.waiting > 0
-        weights = self._queue.waiting_weight + (0.0 if waits else tenant.weight)
+        weight = self.tenant(tenant).weight
+        weights = self._queue.waiting_weight + (0.0 if waits else weight)
         retries = own_retries = 0
-        if self.retry_reservations.tokens and not self.retry_reservations.due(tenant.name, cost, now_ms):
-            retries, own_retries = self.retry_reservations.tokens, self.retry_reservations.of(tenant.name)
+        if self.retry_reservations.tokens and not self.retry_reservations.due(tenant, cost, now_ms):
+            retries, own_retries = self.retry_reservations.tokens, self.retry_reservations.of(tenant)
         total = self.waiting_tokens + retries + cost.total
-        own = (quota.waiting_tokens + own_retries + cost.total) / tenant.weight
-        fair = (own + self._queue.lead(tenant.name)) * weights
+        own = (quota.waiting_tokens + own_retries + cost.total) / weight
+        fair = (own + self._queue.lead(tenant)) * weights
         running = self.reserved_tokens - self.waiting_tokens
         return self.throughput.wait_ms(PREDICTION_MARGIN * min(float(total), fair), running)
