@@ -37,9 +37,9 @@ class Takeover:
         tombstone = life.tombstones.ended(event.request_id)
         if tombstone is None or tombstone.event.attempt < event.attempt:
             life.tombstones.add_ended(event, tombstone.error if tombstone else None, life.now_ms)
-        used = outcomes.used(event)
-        if tombstone is None and life.recovering and used.total:
-            life.admission.quota(event.tenant, life.now_ms).replay(used, event.admitted_at_ms, life.now_ms)
+            used = outcomes.used(event)
+            if life.recovering and used.total:
+                life.admission.quota(event.tenant, life.now_ms).replay(used, event.admitted_at_ms, life.now_ms)
 
     def work_found(self, item: WorkItem, seq: int) -> None:
         """Adopt what is dispatched; after the takeover drop what no request needs."""

@@ -1,12 +1,14 @@
-"""A small world around the scheduler's core: streams, workers and callers, driven by a seeded random source.
+"""A small world around the scheduler's core: streams, workers and callers, moved by the test that made it.
 
-The streams keep what the real ones keep (ATTEMPTS: the first event of an attempt wins); effects are performed in
-any order, late, or not at all where the bus may lose them; workers pull, run, freeze, wake and die.
+The streams keep what the real ones keep (ATTEMPTS: the first event of an attempt wins). Effects wait until the test
+has them performed; ``pass_time`` performs them as the fates say: in another order, late, or not at all where the bus
+may lose them. Workers pull, run, freeze, wake and die. After every step the core's invariants are checked, and its
+token buckets against an account of their own.
 """
 
 import hashlib
-import random
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -17,7 +19,6 @@ from contracts.messages.base import Epoch, Outcome
 from contracts.messages.control import (
     CancelAnswer,
     CancelAttempt,
-    CancelRequest,
     ControlAnswer,
     ControlRequest,
     Progress,
@@ -32,10 +33,19 @@ from scheduler.core.core import Core
 from scheduler.core.fair_queue import SCAN_PER_TENANT
 from scheduler.core.settings import Settings
 from scheduler.core.transitions import State
+from tests.support.token_ledger import TokenLedger
 
 EPOCH = Epoch(1, 7)
-LIMITS = TenantLimits(rpm=2_000, input_tpm=400_000, output_tpm=100_000, concurrency=20)
-"""Wide enough that most requests pass, tight enough that a few do not."""
+LIMITS = {
+    "t0": TenantLimits(rpm=2_000, input_tpm=400_000, output_tpm=100_000, concurrency=20),
+    "t1": TenantLimits(rpm=60, input_tpm=20_000, output_tpm=5_000),
+    "t2": TenantLimits(),
+}
+"""Wide, narrow, and none."""
+WELL = 99
+"""The fate of all that is not drawn: nothing goes wrong."""
+TOKENS = 3
+"""After so many a generation ends well."""
 
 
 def manifest(**limits: int) -> Manifest:
@@ -78,18 +88,21 @@ class FakeWorker:
 
 
 class World:
-    """Random histories: call ``step`` any number of times, then ``settle`` and look at what is left."""
+    """Move it by its methods, then ``settle`` and look at what is left."""
 
-    def __init__(self, seed: int, *, limits: dict[str, int] | None = None, tenants: int = 3) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, *, limits: dict[str, int] | None = None) -> None:
+        """``limits``: of the model's queue."""
         self.now = 1_000_000
         self.limits = limits or {}
-        self.core = self.new_core(EPOCH)
         self.requests: dict[int, RequestEnvelope] = {}
         self.work: dict[int, WorkItem] = {}
         self.attempts: dict[tuple[str, int], AttemptEvent] = {}
-        self.tail: list[AttemptEvent] = []
+        self.untold: list[AttemptEvent] = []
+        """Stored events that the core has not read yet."""
         self.pending: list[Callable[[], object]] = []
+        """Effects that are not performed yet."""
+        self.fates: deque[int] = deque()
+        """What becomes of the next things that may go wrong: 0 to 99."""
         self.workers: list[FakeWorker] = []
         self.answers: dict[str, AdmissionAnswer] = {}
         self.frames: dict[str, list[Frame]] = {}
@@ -97,69 +110,90 @@ class World:
         self.cancel_answers: list[CancelAnswer] = []
         self.asked: dict[str, AdmissionRequest] = {}
         self.unpublished: list[str] = []
+        self.sound = True
+        """Whether every check of the core has held."""
         self.seq = 0
         self.number = 0
         """Of effects so far; ``digest`` is theirs, in order."""
         self.digest = hashlib.sha256()
-        self.names = [f"t{number}" for number in range(tenants)]
-        self.tell_tenants()
+        self.core: Core
+        self.begin_term(EPOCH)
         self.feed(events.Recovered())
 
-    def new_core(self, epoch: Epoch) -> Core:
-        return Core(
+    def begin_term(self, epoch: Epoch | None = None) -> None:
+        """There is a new owner, which knows nothing but the tenants."""
+        self.core = Core(
             model="m",
             owner="s",
-            epoch=epoch,
+            epoch=epoch or Epoch(1, self.core.epoch.revision + 1),
             manifest=manifest(**self.limits),
             settings=Settings(publish_within_ms=1_000, expiry_margin_ms=200),
             now_ms=self.now,
         )
+        self.ledger = TokenLedger()
+        self.untold.clear()
+        for name, limits in LIMITS.items():
+            self.feed(events.TenantChanged(name, TenantRecord(name=name, limits=limits)))
 
-    def tell_tenants(self) -> None:
-        for name in self.names:
-            self.feed(events.TenantChanged(name, TenantRecord(name=name, limits=LIMITS)))
+    def read_streams(self) -> None:
+        """What a new owner does first."""
+        for event in list(self.attempts.values()):
+            self.feed(events.TerminalStored(event))
+        self.read_work()
+        for seq, envelope in list(self.requests.items()):
+            self.feed(events.RequestStored(envelope, seq, self.now))
+
+    def read_work(self) -> None:
+        for seq, item in list(self.work.items()):
+            self.feed(events.WorkFound(item, seq))
 
     def takeover(self) -> None:
-        """The owner dies with half of its last effects done; another one rebuilds itself from the streams.
+        """The owner dies with some of its last effects done; another one rebuilds itself from the streams.
 
         What the dead one still had in flight may be stored between the first and the second look at WORK.
         """
         in_flight, self.pending = self.pending, []
-        old = self.core
-        self.core = self.new_core(Epoch(1, old.epoch.revision + 1))
-        self.tell_tenants()
-        self.tail.clear()
-        for event in list(self.attempts.values()):
-            self.feed(events.TerminalStored(event))
-        for seq, item in list(self.work.items()):
-            self.feed(events.WorkFound(item, seq))
-        for seq, envelope in list(self.requests.items()):
-            self.feed(events.RequestStored(envelope, seq, self.now))
+        self.begin_term()
+        self.read_streams()
         for effect in in_flight:
-            if self.random.random() < 0.5:
+            if self.fate() < 50:
                 effect()
         for _ in range(12):
             self.pass_time(500)
             if not self.core.pool.unacknowledged():
                 break
-        for seq, item in list(self.work.items()):
-            self.feed(events.WorkFound(item, seq))
-        self.read_tail()
+        self.read_work()
+        self.read_ends()
         self.feed(events.Recovered())
 
-    def read_tail(self) -> None:
-        while self.tail:
-            self.feed(events.TerminalStored(self.tail.pop(0)))
+    def fate(self) -> int:
+        return self.fates.popleft() if self.fates else WELL
+
+    def read_ends(self) -> None:
+        while self.untold:
+            self.feed(events.TerminalStored(self.untold.pop(0)))
+
+    def run_pending(self) -> None:
+        """All effects are performed, and what follows from them."""
+        while self.pending or self.untold:
+            while self.pending:
+                self.pending.pop(0)()
+            self.read_ends()
 
     # -- the core ----------------------------------------------------------------------------------------
 
     def feed(self, event: events.Event) -> None:
-        for effect in self.core.step(event, self.now):
+        """One step of the core, and every check of it."""
+        self.sound = False
+        effects = self.core.step(event, self.now)
+        self.ledger.observe(event, effects, self.core, self.now)
+        for effect in effects:
             self.number += 1
             self.digest.update(type(effect).__name__.encode() + msgspec.json.encode(effect))
             self.perform(effect)
         views.check_invariants(self.core)
         self.check_work_conserving()
+        self.sound = True
 
     def perform(self, effect: events.Effect) -> None:
         match effect:
@@ -221,7 +255,7 @@ class World:
         if key in self.attempts:
             return False
         self.attempts[key] = event
-        self.tail.append(event)
+        self.untold.append(event)
         return True
 
     def store_work(self, core: Core, effect: events.StoreWork) -> None:
@@ -233,9 +267,10 @@ class World:
             return
         held = effect.request_seq in self.requests or effect.work_seq in self.work
         assert held, f"the body of {effect.request_id} is gone: {request.history}"
-        if self.random.random() < 0.05:
+        fate = self.fate()
+        if fate < 10:
             self.feed(events.WorkRefused(effect.request_id, effect.attempt))
-            if self.random.random() < 0.5:
+            if fate < 5:
                 return  # Else: stored after all.
         seq = self.add_work(core, effect, request.envelope)
         self.feed(events.WorkStored(effect.request_id, effect.attempt, seq))
@@ -304,6 +339,7 @@ class World:
                 worker=worker.name,
                 stream=envelope.stream,
                 billable=outcome in ("completed", "cancelled"),
+                admitted_at_ms=envelope.admitted_at_ms,
                 prompt_tokens=progress.prompt_tokens,
                 completion_tokens=progress.completion_tokens,
                 **more,
@@ -315,7 +351,12 @@ class World:
                 if found is item:
                     del self.work[seq]
 
-    def run_worker(self, worker: FakeWorker) -> None:
+    def pull(self, worker: FakeWorker) -> None:
+        """The worker begins what WORK holds for it, and is heard."""
+        self._take_work(worker)
+        self.feed(events.WorkerSeen(worker.beat()))
+
+    def _take_work(self, worker: FakeWorker) -> None:
         if not worker.alive or worker.frozen or worker.evicted:
             return
         for item in list(self.work.values()):
@@ -328,46 +369,57 @@ class World:
                 worker.running[key] = Progress(
                     request_id=key[0], attempt=key[1], prompt_tokens=item.request.prompt_tokens
                 )
+
+    def generate(self, worker: FakeWorker) -> None:
+        """One step of its engine: a token of each generation, or an end."""
+        if not worker.alive or worker.frozen or worker.evicted:
+            return
         for key, progress in list(worker.running.items()):
-            draw = self.random.random()
-            if draw < 0.5:
-                worker.running[key] = msgspec.structs.replace(
-                    progress, completion_tokens=progress.completion_tokens + 1
-                )
-            elif draw < 0.7:
+            fate = self.fate()
+            if progress.completion_tokens >= TOKENS or fate < 20:
                 del worker.running[key]
                 self.end(worker, progress, "completed")
-            elif draw < 0.75:
+            elif fate < 30:
                 del worker.running[key]
-                retryable = self.random.random() < 0.7
-                self.end(worker, progress, "failed", retryable=retryable, engine_death=retryable)
+                self.end(worker, progress, "failed", retryable=fate < 27, engine_death=fate < 27)
+            elif fate >= 50:
+                tokens = progress.completion_tokens + 1
+                worker.running[key] = msgspec.structs.replace(progress, completion_tokens=tokens)
 
     # -- callers -----------------------------------------------------------------------------------------
 
     def ask(self, **fields: object) -> str:
-        number = len(self.asked)
+        """Ask for admission; gives the request's id."""
         asked = AdmissionRequest(
-            request_id=f"r{number}",
-            tenant=self.random.choice(self.names),
-            key_id="k",
-            model="m",
-            endpoint="chat/completions",
-            prompt_tokens=self.random.randint(1, 3000),
-            max_output_tokens=self.random.randint(1, 500),
-            choices=self.random.choice([1, 1, 1, 2]),
-            stream=self.random.random() < 0.7,
-            priority=self.random.choice(["interactive", "interactive", "batch"]),
-            deadline_ms=self.random.choice([None, 500, 20_000]),
-            stream_owner=self.random.choice(["", "g1", "g2"]),
+            **{  # type: ignore[arg-type]
+                "request_id": f"r{len(self.asked)}",
+                "tenant": "t0",
+                "key_id": "k",
+                "model": "m",
+                "endpoint": "chat/completions",
+                "prompt_tokens": 10,
+                "max_output_tokens": 10,
+                "stream": True,
+            }
+            | fields
         )
-        asked = msgspec.structs.replace(asked, **fields)
         self.asked[asked.request_id] = asked
         self.feed(events.AdmissionAsked(asked, asked.request_id))
         return asked.request_id
 
+    def submit(self, **fields: object) -> str:
+        """Ask, and publish what is admitted; gives the request's id."""
+        request_id = self.ask(**fields)
+        if self.answers[request_id].admitted:
+            self.publish(request_id)
+        return request_id
+
     def publish(self, request_id: str) -> int:
+        """REQUESTS stores an admitted request; gives the sequence."""
         asked = self.asked[request_id]
         answer = self.answers[request_id]
+        if request_id in self.unpublished:
+            self.unpublished.remove(request_id)
         self.seq += 1
         self.requests[self.seq] = RequestEnvelope(
             request_id=request_id,
@@ -389,53 +441,49 @@ class World:
         self.feed(events.RequestStored(self.requests[self.seq], self.seq, self.now))
         return self.seq
 
-    # -- histories ---------------------------------------------------------------------------------------
+    # -- time --------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        draw = self.random.random()
-        if draw < 0.25:
-            self.ask()
-        elif draw < 0.45 and self.unpublished:
-            request_id = self.unpublished.pop(self.random.randrange(len(self.unpublished)))
-            if self.random.random() < 0.9:
-                self.publish(request_id)
-        elif draw < 0.52 and self.asked:
-            request_id = self.random.choice(list(self.asked))
-            tenant = self.asked[request_id].tenant if self.random.random() < 0.9 else "stranger"
-            self.feed(events.CancelAsked(tenant, CancelRequest(request_id=request_id), None))
-        elif draw < 0.54:
-            self.feed(
-                events.StreamOwnerSeen(StreamOwnerHeartbeat(stream_owner="g1", leaving=self.random.random() < 0.3))
-            )
-        elif draw < 0.56 and sum(w.alive for w in self.workers) < 3:
-            self.start_worker()
-        elif draw < 0.57 and self.workers:
-            self.random.choice(self.workers).alive = False
-        elif draw < 0.58 and self.workers:
-            worker = self.random.choice(self.workers)
-            worker.frozen = not worker.frozen
-        elif draw < 0.585:
-            self.takeover()
-        elif draw < 0.60 and self.requests:  # Delivered again.
-            seq = self.random.choice(list(self.requests))
-            self.feed(events.RequestStored(self.requests[seq], seq, self.now))
-        else:
-            self.pass_time(self.random.choice([1, 20, 100, 500]))
-
-    def start_worker(self) -> FakeWorker:
-        worker = FakeWorker(f"w{len(self.workers)}", self.random.randint(1, 4), self.random.choice([4000, 20_000]))
+    def start_worker(self, slots: int = 1, kv_tokens: int = 10_000) -> FakeWorker:
+        """A worker that is not heard yet."""
+        worker = FakeWorker(f"w{len(self.workers)}", slots, kv_tokens)
         self.workers.append(worker)
         return worker
 
-    def pass_time(self, span_ms: int) -> None:
+    def ready_worker(self, slots: int = 1, kv_tokens: int = 10_000) -> FakeWorker:
+        """A worker that knows the epoch."""
+        worker = self.start_worker(slots, kv_tokens)
+        worker.epoch = self.core.epoch
+        self.feed(events.WorkerSeen(worker.beat()))
+        return worker
+
+    def silence(self, beats: int = 8) -> None:
+        """Only the loopback heartbeats are heard."""
+        for _ in range(beats):
+            self.now += 500
+            self.feed(events.LoopbackSeen())
+        self.run_pending()
+
+    def kill(self, worker: FakeWorker) -> None:
+        """The worker pulls what it has, and dies."""
+        self.run_pending()
+        self.pull(worker)
+        worker.alive = False
+        self.silence()
+
+    def pass_time(self, span_ms: int, fates: Sequence[int] = ()) -> None:
+        """Effects are performed, workers go on, everybody is heard, and clocks tick."""
+        self.fates.extend(fates)
         self.now += span_ms
-        self.random.shuffle(self.pending)
         for _ in range(len(self.pending)):
-            if self.random.random() < 0.8:
-                self.pending.pop()()
-        self.read_tail()
+            fate = self.fate()
+            if fate < 20:
+                self.pending.append(self.pending.pop(0))  # Later.
+            else:
+                self.pending.pop(-1 if fate < 40 else 0)()
+        self.read_ends()
         for worker in self.workers:
-            self.run_worker(worker)
+            self._take_work(worker)
+            self.generate(worker)
             if worker.alive and not worker.frozen and not worker.evicted:
                 self.feed(events.WorkerSeen(worker.beat()))
         if span_ms >= 100:
@@ -444,16 +492,15 @@ class World:
 
     def settle(self) -> None:
         """Let everything come to its end: a healthy worker, no new requests, no faults."""
+        self.fates.clear()
         for worker in self.workers:
             worker.frozen = False
-        healthy = self.start_worker()
-        healthy.slots, healthy.kv_tokens = 8, 50_000
+        self.start_worker(8, 50_000)
         for _ in range(400):
-            self.feed(events.StreamOwnerSeen(StreamOwnerHeartbeat(stream_owner="g1")))
-            self.feed(events.StreamOwnerSeen(StreamOwnerHeartbeat(stream_owner="g2")))
+            for owner in ("g1", "g2"):
+                self.feed(events.StreamOwnerSeen(StreamOwnerHeartbeat(stream_owner=owner)))
             self.pass_time(500)
-            for seq, item in list(self.work.items()):  # The sweep.
-                self.feed(events.WorkFound(item, seq))
-            if not self.core.requests and not self.pending and not self.tail:
+            self.read_work()  # The sweep.
+            if not self.core.requests and not self.pending and not self.untold:
                 return
-        raise AssertionError(f"never quiet: {[(r.id, r.state, r.history) for r in self.core.requests.values()]}")
+        raise AssertionError(f"never quiet: {[str(request) for request in self.core.requests.values()]}")

@@ -8,7 +8,6 @@ from contracts.messages.control import CancelRequest
 from contracts.messages.records import TenantLimits, TenantRecord
 from scheduler.core import events
 from tests.support.scheduler_world import FakeWorker, World
-from tests.unit.test_scheduler_core import pull, run_pending, submit, worker_of, world
 
 LARGE = {"tenant": "t1", "prompt_tokens": 4000, "max_output_tokens": 200}
 SMALL = {"tenant": "t2", "prompt_tokens": 50, "max_output_tokens": 50}
@@ -20,11 +19,11 @@ class OneSlot:
     """A pool of one slot; each call of ``serve`` runs the next request, a token in a millisecond."""
 
     def __init__(self, **weights: float) -> None:
-        self.made: World = world()
+        self.made: World = World()
         for tenant in ("t1", "t2"):
             record = TenantRecord(name=tenant, limits=TenantLimits(), weight=weights.get(tenant, 1.0))
             self.made.feed(events.TenantChanged(tenant, record))
-        self.worker: FakeWorker = worker_of(self.made)
+        self.worker: FakeWorker = self.made.ready_worker()
         self.served = {"t1": 0.0, "t2": 0.0}
         """Used tokens by weight."""
         self.weights = weights
@@ -33,7 +32,7 @@ class OneSlot:
 
     def submit(self, count: int, request: dict[str, object], keys: int = 1) -> None:
         for number in range(count):
-            request_id = submit(self.made, **request, key_id=f"key{number % keys}", deadline_ms=DEADLINE_MS)
+            request_id = self.made.submit(**request, key_id=f"key{number % keys}", deadline_ms=DEADLINE_MS)
             assert self.made.answers[request_id].admitted, self.made.answers[request_id]
 
     def waiting(self, tenant: str) -> int:
@@ -41,8 +40,8 @@ class OneSlot:
 
     def serve(self) -> str:
         """The tenant that was served."""
-        run_pending(self.made)
-        pull(self.made, self.worker)
+        self.made.run_pending()
+        self.made.pull(self.worker)
         [(key, progress)] = self.worker.running.items()
         request = self.made.core.requests[key[0]].envelope
         outcome, share = self.ends.get(request.tenant, ("completed", 1.0))
@@ -54,7 +53,7 @@ class OneSlot:
         else:
             del self.worker.running[key]
             self.made.end(self.worker, progress, outcome)
-        run_pending(self.made)
+        self.made.run_pending()
         used = 0 if outcome == "failed" else progress.prompt_tokens + progress.completion_tokens
         self.served[request.tenant] += used / self.weights.get(request.tenant, 1.0)
         return request.tenant

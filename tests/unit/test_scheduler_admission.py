@@ -71,3 +71,55 @@ def test_each_refusal_names_a_later_time_until_the_line_is_as_long_as_the_longes
     assert admission.retry_reservations.tokens <= longest_s * TOKENS_PER_S + TOKENS, (
         "refused requests do not add up for ever"
     )
+
+
+JANUARY_31 = 1_801_353_600_000
+"""2027-01-31 00:00 UTC."""
+DAY_MS = 24 * 3_600_000
+BUDGET = 1000
+
+
+def with_budget(admission: AdmissionControl) -> AdmissionRequest:
+    admission.set_tenant("t", TenantRecord(name="t", monthly_budget_tokens=BUDGET), JANUARY_31)
+    return AdmissionRequest(
+        request_id="r",
+        tenant="t",
+        key_id="k",
+        model="m",
+        endpoint="chat/completions",
+        prompt_tokens=50,
+        max_output_tokens=10,
+    )
+
+
+def test_a_spent_budget_refuses_until_the_month_ends() -> None:
+    admission = AdmissionControl(manifest(), FairQueue(ageing_ms=1_000_000), JANUARY_31)
+    asked = with_budget(admission)
+    admission.budgets["t"] = ("2027-01", BUDGET - 1)
+    admission.check(asked, JANUARY_31, has_room=True)
+    admission.budgets["t"] = ("2027-01", BUDGET)
+    with pytest.raises(HeadraceError, match=r"1000 tokens.*2027-02-01") as refused:
+        admission.check(asked, JANUARY_31, has_room=True)
+    assert refused.value.code == "insufficient_quota"
+    assert refused.value.retry_after_s == DAY_MS // 1000
+    assert admission.quota("t", JANUARY_31).open == 0, "a refused request charges nothing"
+    admission.check(asked, JANUARY_31 + DAY_MS, has_room=True)
+
+
+@pytest.mark.parametrize("known", [None, ("2026-12", 10 * BUDGET)], ids=["no total", "last month's total"])
+def test_without_a_total_of_this_month_a_budget_refuses_nothing(known: tuple[str, int] | None) -> None:
+    admission = AdmissionControl(manifest(), FairQueue(ageing_ms=1_000_000), JANUARY_31)
+    asked = with_budget(admission)
+    if known:
+        admission.budgets["t"] = known
+    admission.check(asked, JANUARY_31, has_room=True)
+
+
+def test_the_month_after_december_is_january() -> None:
+    december_31 = JANUARY_31 - 31 * DAY_MS
+    admission = AdmissionControl(manifest(), FairQueue(ageing_ms=1_000_000), december_31)
+    asked = with_budget(admission)
+    admission.budgets["t"] = ("2026-12", BUDGET)
+    with pytest.raises(HeadraceError, match="2027-01-01"):
+        admission.check(asked, december_31, has_room=True)
+    admission.check(asked, december_31 + DAY_MS, has_room=True)

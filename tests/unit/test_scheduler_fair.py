@@ -1,6 +1,7 @@
 """The fair queue: served tokens by weight, ageing, deadlines, and no banked idleness."""
 
-import random
+import itertools
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -108,37 +109,59 @@ def test_what_fits_nobody_does_not_stop_the_others() -> None:
     assert len(queue) == 1 and serve_one(queue) is not None
 
 
+NAMES = ["a", "b", "c", "d"]
+
+
+class Round(NamedTuple):
+    """What happens between two looks: a running request ends having used ``share`` of its charge; one is withdrawn."""
+
+    ends: int
+    share: float
+    withdrawn: int | None
+
+
+rounds = st.builds(
+    Round, ends=st.integers(0, 3), share=st.sampled_from([0, 0.5, 1]), withdrawn=st.none() | st.integers(0, 11)
+)
+
+
 @settings(max_examples=200, deadline=None)
-@given(seed=st.integers(min_value=0, max_value=2**32), slots=st.integers(min_value=1, max_value=4))
-def test_counters_of_waiting_tenants_stay_within_the_stated_bound(seed: int, slots: int) -> None:
-    """Two largest charges by weight, plus one per slot: random work, weights, use and removals."""
-    rng = random.Random(seed)
+@given(
+    weights=st.tuples(*[st.sampled_from([1.0, 2.0, 5.0])] * len(NAMES)),
+    slots=st.integers(1, 4),
+    charges=st.lists(st.integers(1, 1000), min_size=1, max_size=60),
+    history=st.lists(rounds, max_size=150),
+)
+def test_counters_of_waiting_tenants_stay_within_the_stated_bound(
+    weights: tuple[float, ...], slots: int, charges: list[int], history: list[Round]
+) -> None:
+    """Two largest charges by weight, plus one per slot, while every tenant has three requests waiting."""
     queue = FairQueue(ageing_ms=10**9)
-    names = ["a", "b", "c", "d"]
-    weights = {name: rng.choice([1.0, 2.0, 5.0]) for name in names}
-    for name in names:
-        queue.set_weight(name, weights[name])
-    largest = 1000 / min(weights.values())
-    running: list[tuple[QueuedRequest, float]] = []
+    for name, weight in zip(NAMES, weights, strict=True):
+        queue.set_weight(name, weight)
+    bound = (2 + slots) * max(charges) / min(weights)
+    running: list[QueuedRequest] = []
+    charge = itertools.cycle(charges)
+    number = itertools.count()
 
     def take(entry: QueuedRequest) -> bool:
-        if len(running) < slots:
-            running.append((entry, queue.serve(entry.key)))
-            return True
-        return False
+        if len(running) == slots:
+            return False
+        queue.serve(entry.key)
+        running.append(entry)
+        return True
 
-    number = 0
-    for _ in range(300):
-        for name in names:
+    for ends, share, withdrawn in history:
+        for name in NAMES:
             while queue.shares[name].waiting < 3:
-                number += 1
-                queue.push(str(number), name, "interactive", number, rng.randint(1, 1000), 0)
-        if len(running) < slots:
-            queue.scan(0, take)
+                key = next(number)
+                queue.push(str(key), name, "interactive", key, next(charge), 0)
+        queue.scan(0, take)
         if running:
-            entry, charge = running.pop(rng.randrange(len(running)))
-            queue.settle(entry.tenant, charge, rng.choice([0, charge / 2, charge]))
-        counters = [queue.shares[name].counter for name in names]
-        assert max(counters) - min(counters) <= (2 + slots) * largest
-        waiting = sum(share.waiting for share in queue.shares.values())
-        assert waiting == len(queue)
+            entry = running.pop(ends % len(running))
+            queue.settle(entry.tenant, entry.charge, share * entry.charge)
+        if withdrawn is not None:
+            queue.remove(str(next(number) - withdrawn))
+        counters = [queue.shares[name].counter for name in NAMES]
+        assert max(counters) - min(counters) <= bound
+        assert sum(share.waiting for share in queue.shares.values()) == len(queue)
