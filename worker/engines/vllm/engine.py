@@ -5,6 +5,7 @@ the lifecycle and the failures. `parts` imports vLLM; this module imports `parts
 """
 
 import asyncio
+import concurrent.futures
 import contextvars
 import os
 import threading
@@ -32,7 +33,7 @@ def _start_vllm(config: WorkerConfig, manifest: Manifest) -> "Parts":
 
 
 class VllmEngine:
-    """See engines.base.Engine. After ``close``, or the engine's death and ``close``, ``start`` builds it anew."""
+    """See engines.base.Engine. After ``close``, or the engine's death and ``close``, ``start`` builds another one."""
 
     def __init__(
         self,
@@ -49,13 +50,13 @@ class VllmEngine:
         self._start_vllm = start_vllm
         self._parts: Parts | None = None
         self._open: set[AsgiCall] = set()
-        self._suspected = False
+        self._found_dead = False
         """``check`` found the engine dead or silent."""
 
     async def start(self) -> None:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        self._suspected = False
+        self._found_dead = False
         try:
             self._parts = parts = await _in_thread(lambda: self._start_vllm(self._config, self._manifest))
             await parts.open_application()
@@ -69,7 +70,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         parts, self._parts = self._parts, None
-        died = self._suspected or (parts is not None and parts.dead)
+        died = self._found_dead or (parts is not None and parts.dead)
         reason = "the engine died" if died else "the engine was closed"
         code = "engine_error" if died else "shutting_down"
         for call in self._open:
@@ -88,10 +89,10 @@ class VllmEngine:
             async with asyncio.timeout(self._config.check_timeout_s):
                 await parts.round_trip()
         except EngineFailure:
-            self._suspected = True
+            self._found_dead = True
             raise
         except Exception as error:
-            self._suspected = True
+            self._found_dead = True
             text = "does not answer" if isinstance(error, TimeoutError) else f"is broken: {error}"
             raise EngineFailure("engine_error", f"the engine {text}", retryable=True, engine_death=True) from error
 
@@ -171,25 +172,14 @@ async def _chunks(call: AsgiCall, endpoint: Endpoint, record: "Record") -> Async
 
 async def _in_thread(call: Callable[[], T]) -> T:
     """``call`` in a daemon thread: it takes up to a minute, and must hold up neither the loop nor an exit."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()  # the call goes on when its caller has been cancelled
 
     def run() -> None:
-        result, error = None, None
         try:
-            result = contextvars.Context().run(call)
-        except BaseException as raised:
-            error = raised
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
+            future.set_result(contextvars.Context().run(call))
+        except BaseException as error:
+            future.set_exception(error)
 
     threading.Thread(target=run, name="vllm", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)

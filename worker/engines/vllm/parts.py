@@ -9,8 +9,8 @@ import gc
 import logging
 import multiprocessing
 import threading
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import psutil  # type: ignore[import-untyped,unused-ignore]
@@ -45,6 +45,7 @@ class Record:
         """Why the attempt failed, more exact than what vLLM's application says."""
 
     def note_prompt(self, output: RequestOutput | PoolingRequestOutput[Any]) -> None:
+        """Count the prompt of an output."""
         self.counts.prompt_tokens += len(output.prompt_token_ids or ())
         self.counts.cached_tokens += output.num_cached_tokens or 0
 
@@ -92,23 +93,19 @@ async def _count(
 ) -> AsyncGenerator[RequestOutput, None]:
     whole: RequestOutput | None = None
     first = True
-    try:
-        async with aclosing(source):
-            async for output in source:
-                record.note(output, first=first)
-                first = False
-                if any(completion.finish_reason == "abort" for completion in output.outputs):
-                    record.failure = EngineFailure("engine_error", "vLLM aborted the answer", retryable=True)
-                    raise RuntimeError("aborted")
-                if not gather:
-                    yield output
-                elif whole is None:
-                    whole = output
-                else:
-                    whole.add(output, aggregate=True)
-    except (EngineDeadError, VLLMClientError) as error:
-        record.failure = _failure_of(error)
-        raise
+    async with _noted_failures(record), aclosing(source):
+        async for output in source:
+            record.note(output, first=first)
+            first = False
+            if any(completion.finish_reason == "abort" for completion in output.outputs):
+                record.failure = EngineFailure("engine_error", "vLLM aborted the answer", retryable=True)
+                raise RuntimeError("aborted")
+            if not gather:
+                yield output
+            elif whole is None:
+                whole = output
+            else:
+                whole.add(output, aggregate=True)
     if whole is not None:
         whole.outputs.sort(key=lambda completion: completion.index)
         yield whole
@@ -117,21 +114,23 @@ async def _count(
 async def _count_prompt(
     source: AsyncGenerator[PoolingRequestOutput[Any], None], record: Record
 ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
-    try:
-        async with aclosing(source):
-            async for output in source:
-                record.note_prompt(output)
-                yield output
-    except (EngineDeadError, VLLMClientError) as error:
-        record.failure = _failure_of(error)
-        raise
+    async with _noted_failures(record), aclosing(source):
+        async for output in source:
+            record.note_prompt(output)
+            yield output
 
 
-def _failure_of(error: EngineDeadError | VLLMClientError) -> EngineFailure:
+@asynccontextmanager
+async def _noted_failures(record: Record) -> AsyncIterator[None]:
     """A client error is what vLLM finds wrong with a request only now, a schema say."""
-    if isinstance(error, EngineDeadError):
-        return EngineFailure("engine_error", "the engine died", retryable=True, engine_death=True)
-    return refusal(str(error.args[0]) if error.args else repr(error), getattr(error, "parameter", None))
+    try:
+        yield
+    except EngineDeadError:
+        record.failure = EngineFailure("engine_error", "the engine died", retryable=True, engine_death=True)
+        raise
+    except VLLMClientError as error:
+        record.failure = refusal(str(error.args[0]) if error.args else repr(error), getattr(error, "parameter", None))
+        raise
 
 
 class _Live(StatLoggerBase):
