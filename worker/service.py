@@ -22,7 +22,7 @@ from worker import attempt_store, metrics
 from worker.config import WorkerConfig
 from worker.core import events
 from worker.core.core import WorkerCore
-from worker.engines.base import Engine, EngineStats
+from worker.engines.base import Engine, EngineEvent
 from worker.engines.supervisor import SAMPLE_S, EngineSupervisor
 from worker.generations import Generations
 from worker.heartbeats import Heartbeats
@@ -66,7 +66,7 @@ class Worker:
         self._manifest = manifest
         self._supervisor = EngineSupervisor(
             build,
-            self,
+            self._step,
             check_timeout_s=config.check_timeout_s + 1.0,  # the engine's own limit, which knows more, is first
         )
         self._core = WorkerCore(
@@ -152,7 +152,7 @@ class Worker:
 
     # Steps -------------------------------------------------------------------------------------------------
 
-    def _step(self, event: events.Event) -> None:
+    def _step(self, event: events.Event | EngineEvent) -> None:
         credit = self._core.credit()
         try:
             for effect in self._core.step(event, now_ms()):
@@ -212,17 +212,6 @@ class Worker:
             _log.warning("control_undecodable", subject=incoming.subject, bytes=len(incoming.data), reason=str(error))
             return
         self._step(events.ControlAsked(request=request, asker=incoming))
-
-    def engine_started(self, engine: Engine) -> None:
-        """Of the engine's supervisor, as the next two."""
-        self._step(events.EngineStarted(slots=engine.slots, kv_tokens=engine.kv_tokens))
-
-    def engine_sampled(self, stats: EngineStats) -> None:
-        prefilled, decoded = stats.prefill_tokens_total, stats.decode_tokens_total
-        self._step(events.EngineSampled(prefill_tokens_total=prefilled, decode_tokens_total=decoded))
-
-    def engine_failed(self, reason: str) -> None:
-        self._step(events.EngineLost(reason=reason))
 
     # The end of an attempt ---------------------------------------------------------------------------------
 

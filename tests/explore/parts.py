@@ -33,7 +33,7 @@ from tests.explore.canonical import form, near
 from tests.explore.records import LOST_TICKS, TICK_MS, Op, Violation
 from worker.core import events as wev
 from worker.core.core import WorkerCore
-from worker.engines.base import Counts, EngineFailure
+from worker.engines.base import Counts, EngineEvent, EngineFailure, EngineStarted
 
 encode = msgspec.json.Encoder().encode
 ADMISSION = Codec[AdmissionRequest](AdmissionRequest)
@@ -327,9 +327,9 @@ def _step_worker(box: Box, op: Op, now: int) -> list[Op]:
             counts.completion_tokens += 1
             return []
         case ("joined", name):
-            event: wev.Event = wev.Joined(worker=name)
+            event: wev.Event | EngineEvent = wev.Joined(worker=name)
         case ("engine",):
-            event = wev.EngineStarted(slots=1, kv_tokens=1000)
+            event = EngineStarted(slots=1, kv_tokens=1000)
         case ("drain",):
             event = wev.DrainStarted()
         case ("grace is over",):

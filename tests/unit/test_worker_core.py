@@ -23,9 +23,6 @@ from worker.core.events import (
     ControlAsked,
     DrainStarted,
     Effect,
-    EngineLost,
-    EngineSampled,
-    EngineStarted,
     Event,
     EventStored,
     GraceEnded,
@@ -40,7 +37,15 @@ from worker.core.events import (
     StoreEvent,
     WorkPulled,
 )
-from worker.engines.base import Counts, EngineFailure
+from worker.engines.base import (
+    Counts,
+    EngineEvent,
+    EngineFailure,
+    EngineLost,
+    EngineSampled,
+    EngineStarted,
+    EngineStats,
+)
 
 NOW = 1_700_000_000_000
 DEAD = EngineFailure("engine_error", "died", retryable=True, engine_death=True)
@@ -107,7 +112,7 @@ class World:
         if ready:
             self.step(EngineStarted(slots=slots, kv_tokens=kv_tokens))
 
-    def step(self, event: Event) -> list[Effect]:
+    def step(self, event: Event | EngineEvent) -> list[Effect]:
         effects = self.core.step(event, NOW)
         for effect in effects:
             self.perform(effect)
@@ -489,7 +494,7 @@ def test_only_the_first_word_of_a_death_counts() -> None:
 
 
 def sampled(prefill: int, decode: int) -> EngineSampled:
-    return EngineSampled(prefill_tokens_total=prefill, decode_tokens_total=decode)
+    return EngineSampled(stats=EngineStats(prefill_tokens_total=prefill, decode_tokens_total=decode))
 
 
 def test_an_engine_that_does_nothing_with_work_is_rebuilt() -> None:

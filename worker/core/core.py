@@ -18,6 +18,7 @@ from worker.core.attempts import FOR_EVER, Attempts, InFlight, Stage, Tombstone
 from worker.core.events import Effect, Event, Key
 from worker.core.outcomes import AttemptOutcome
 from worker.core.stalls import StallWatch
+from worker.engines.base import EngineEvent, EngineLost, EngineSampled, EngineStarted
 
 ASKERS_MAX = 16
 """Cancels of one attempt that wait for an answer; who was dropped asks again."""
@@ -68,7 +69,7 @@ class WorkerCore:
 
     # Steps -------------------------------------------------------------------------------------------------
 
-    def step(self, event: Event, now_ms: int) -> list[Effect]:
+    def step(self, event: Event | EngineEvent, now_ms: int) -> list[Effect]:
         """What to do about ``event``. ``now_ms``: Unix ms, only written into terminal events."""
         self._now_ms = now_ms
         self._history.append((type(event).__name__, getattr(event, "key", None)))
@@ -81,11 +82,11 @@ class WorkerCore:
                 self._stored(event)
             case events.ControlAsked():
                 self._asked(event)
-            case events.EngineSampled():
+            case EngineSampled():
                 self._sampled(event)
-            case events.EngineStarted():
+            case EngineStarted():
                 self._engine_started(event)
-            case events.EngineLost():
+            case EngineLost():
                 self._engine_lost(event.reason)
             case events.DrainStarted():
                 self._drain()
@@ -250,7 +251,7 @@ class WorkerCore:
 
     # The engine --------------------------------------------------------------------------------------------
 
-    def _engine_started(self, event: events.EngineStarted) -> None:
+    def _engine_started(self, event: EngineStarted) -> None:
         self.attempts.slots, self.attempts.kv_tokens = event.slots, event.kv_tokens
         self._stalls.restart()
         if self.state != "draining":
@@ -268,9 +269,9 @@ class WorkerCore:
             self._effects.append(events.RebuildEngine(reason=reason))
         self._effects.append(events.SendHeartbeat())
 
-    def _sampled(self, event: events.EngineSampled) -> None:
+    def _sampled(self, event: EngineSampled) -> None:
         running = [attempt for attempt in self.attempts if attempt.stage == "running"]
-        stalled, engine_stalled = self._stalls.sample(event.prefill_tokens_total, event.decode_tokens_total, running)
+        stalled, engine_stalled = self._stalls.sample(event.stats, running)
         if engine_stalled:
             self._engine_lost("the engine makes no progress")
             return

@@ -17,33 +17,13 @@ Key = tuple[str, int]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened."""
+    """Something that happened; what happens to the engine is an EngineEvent."""
 
 
 class Joined(Event, frozen=True, kw_only=True):
     """The worker took a new name: at its start, or after an eviction."""
 
     worker: str
-
-
-class EngineStarted(Event, frozen=True, kw_only=True):
-    """A new engine serves: sequences that it runs at once, and tokens that its KV cache holds."""
-
-    slots: int
-    kv_tokens: int
-
-
-class EngineLost(Event, frozen=True, kw_only=True):
-    """The engine died or hangs."""
-
-    reason: str
-
-
-class EngineSampled(Event, frozen=True, kw_only=True):
-    """A look at the engine's totals, once per sampling interval; stalls are counted in these looks."""
-
-    prefill_tokens_total: int
-    decode_tokens_total: int
 
 
 class WorkPulled(Event, frozen=True, kw_only=True):

@@ -47,6 +47,29 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     preemptions_total: int = 0
 
 
+class EngineEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened to the engine; its supervisor tells it."""
+
+
+class EngineStarted(EngineEvent, frozen=True, kw_only=True):
+    """A new one serves: sequences that it runs at once, and tokens that its KV cache holds."""
+
+    slots: int
+    kv_tokens: int
+
+
+class EngineSampled(EngineEvent, frozen=True, kw_only=True):
+    """A look at the one that serves, once per sampling interval; stalls are counted in these looks."""
+
+    stats: EngineStats
+
+
+class EngineLost(EngineEvent, frozen=True, kw_only=True):
+    """It died or hangs."""
+
+    reason: str
+
+
 class EngineFailure(Exception):
     """An attempt failed. ``code`` is a code of contracts.errors.TABLE; ``retryable``: another worker may succeed.
 

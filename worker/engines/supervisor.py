@@ -6,11 +6,18 @@ Whether an engine is lost is decided in the core, by what is told from here.
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import structlog
 
-from worker.engines.base import Engine, EngineFailure, EngineStats
+from worker.engines.base import (
+    Engine,
+    EngineEvent,
+    EngineFailure,
+    EngineLost,
+    EngineSampled,
+    EngineStarted,
+    EngineStats,
+)
 
 SAMPLE_S = 1.0
 """Between two looks at the engine's progress."""
@@ -24,27 +31,19 @@ CLOSE_S = 15.0
 _log = structlog.get_logger()
 
 
-class Listener(Protocol):
-    """Who is told what happens to the engine."""
-
-    def engine_started(self, engine: Engine) -> None:
-        """A new one serves."""
-
-    def engine_sampled(self, stats: EngineStats) -> None:
-        """Once each SAMPLE_S: by the totals stalls are found."""
-
-    def engine_failed(self, reason: str) -> None:
-        """The one that serves is dead or does not answer."""
-
-
 class EngineSupervisor:
-    """``build`` makes a new engine, not yet started; ``check_timeout_s`` is how long a health check may take."""
+    """``build`` makes a new engine, not yet started. ``tell`` hears what happens to it.
 
-    def __init__(self, build: Callable[[], Engine], listener: Listener, *, check_timeout_s: float) -> None:
+    ``check_timeout_s``: how long a health check may take.
+    """
+
+    def __init__(
+        self, build: Callable[[], Engine], tell: Callable[[EngineEvent], None], *, check_timeout_s: float
+    ) -> None:
         self.engine: Engine | None = None
         """The one that serves; None while there is none."""
         self._build = build
-        self._listener = listener
+        self._tell = tell
         self._check_timeout_s = check_timeout_s
         self._lost = asyncio.Event()
 
@@ -79,7 +78,7 @@ class EngineSupervisor:
             await engine.start()
             self.engine = engine
             self._lost.clear()
-            self._listener.engine_started(engine)
+            self._tell(EngineStarted(slots=engine.slots, kv_tokens=engine.kv_tokens))
             _log.info("engine_started", slots=engine.slots, kv_tokens=engine.kv_tokens, context=engine.context)
             started = time.monotonic()
             await self._lost.wait()
@@ -95,7 +94,7 @@ class EngineSupervisor:
         while True:
             await asyncio.sleep(SAMPLE_S)
             if self.engine:
-                self._listener.engine_sampled(self.engine.stats())
+                self._tell(EngineSampled(stats=self.engine.stats()))
 
     async def _check(self) -> None:
         while True:
@@ -111,7 +110,7 @@ class EngineSupervisor:
             except TimeoutError:
                 reason = f"the engine did not answer within {self._check_timeout_s:g} s"
             if reason and engine is self.engine:
-                self._listener.engine_failed(reason)
+                self._tell(EngineLost(reason=reason))
 
 
 async def _close(engine: Engine) -> None:

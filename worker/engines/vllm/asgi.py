@@ -8,9 +8,8 @@ from typing import Any
 import structlog
 
 Message = MutableMapping[str, Any]
-Application = Callable[
-    [Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
-]
+Application = Callable[..., Awaitable[None]]
+"""Called with its scope, ``receive`` and ``send``."""
 
 CLOSE_TIMEOUT_S = 2.0
 """How long an application may take to notice that its caller is gone before its task is cancelled. A guess: vLLM
