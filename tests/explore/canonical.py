@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from contracts.messages.base import Message
-from scheduler.core.core import Core
+from scheduler.core.quotas import MINUTE_MS, TokenBucket
 from tests.explore.records import BASE_MS, LOST_TICKS
 
 FAR_MS = 30_000
@@ -23,19 +23,8 @@ OLD_MS = -6_000
 
 _LEFT_OUT = frozenset(
     (
-        *(
-            "history",
-            "_history",
-            "effects",
-            "_effects",
-            "_handlers",
-            "_settings",
-            "settings",
-            "_bounds",
-            "manifest",
-            "_life",
-        ),
-        *("_queue",),
+        *("history", "_history", "effects", "_effects", "_handlers", "_settings", "settings", "_bounds", "manifest"),
+        *("_life", "_queue", "ledger"),
         *("outcomes", "refusals", "lost_workers", "throughput", "retry_reservations"),
         *("counter", "charged", "_order", "_active", "_last_leaver"),
         *("beats", "admitted_at_ms", "ended_at_ms", "first_token_at_ms", "error_message", "_now_ms"),
@@ -60,17 +49,18 @@ def near(instant: int, now: int) -> int:
     return max(OLD_MS, min(FAR_MS, instant - now))
 
 
-def form(state: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """The state's shape, with instants taken out, and the instants."""
+def form(state: Any) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[int, ...]]:
+    """The state's shape, with instants taken out; the instants; and those at which token buckets are full again."""
     walk = _Walk(state)
-    return tuple(walk.shape), tuple(walk.times)
+    return tuple(walk.shape), tuple(walk.times), tuple(walk.full_at)
 
 
 class _Walk:
     def __init__(self, state: Any) -> None:
         self.shape: list[Any] = []
         self.times: list[int] = []
-        self._beats = state.pool.beats if isinstance(state, Core) else 0
+        self.full_at: list[int] = []
+        self._beats = state.core.pool.beats if hasattr(state, "ledger") else 0
         self._visit(state)
 
     def _visit(self, value: Any) -> None:
@@ -99,6 +89,11 @@ class _Walk:
             self.shape.append(bytes(value))
         elif isinstance(value, Message):
             self._message(value)
+        elif isinstance(value, TokenBucket):
+            self.shape.append(value.size)
+            if value.size:
+                missing = value.size - value.level(value._at_ms)
+                self.full_at.append(value._at_ms + round(missing * MINUTE_MS / value.size))
         elif isinstance(value, (FunctionType, MethodType)):
             pass
         else:

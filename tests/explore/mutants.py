@@ -98,6 +98,16 @@ class AmnesiacCore(Core):
         self._takeover = AmnesiacTakeover(self)
 
 
+class TwiceRefundingCore(Core):
+    """Gives what a request reserves back at a retry, and again at its end."""
+
+    def _retry(self, request: Request) -> None:
+        super()._retry(request)
+        quota = self.admission.quota(request.tenant, self.now_ms)
+        quota.input_bucket.take(-request.cost.input_tokens, self.now_ms)
+        quota.output_bucket.take(-request.cost.output_tokens, self.now_ms)
+
+
 class SilentRelay(Relay):
     """Does not believe the scheduler about an end that its worker did not tell."""
 

@@ -23,7 +23,7 @@ from contracts.messages.control import (
     WorkerHeartbeat,
 )
 from contracts.messages.frames import Frame, FramesAnswer
-from contracts.messages.records import Manifest, TenantRecord
+from contracts.messages.records import Manifest, TenantLimits, TenantRecord
 from contracts.messages.request import RequestEnvelope, WorkItem
 from contracts.streaming.relay import AskFrames, AskStatus, Finish, Forward, Relay, RelaySettings
 from scheduler.core import events, views
@@ -31,6 +31,7 @@ from scheduler.core.core import Core
 from scheduler.core.settings import Settings
 from tests.explore.canonical import form, near
 from tests.explore.records import LOST_TICKS, TICK_MS, Op, Violation
+from tests.support.token_ledger import TokenLedger
 from worker.core import events as wev
 from worker.core.core import WorkerCore
 from worker.engines.base import Counts, EngineEvent, EngineFailure, EngineStarted
@@ -70,6 +71,18 @@ RELAY = RelaySettings(
 """As in production in their proportions: silence is longer than a loss, a repair longer than a takeover."""
 
 
+LIMITS = TenantLimits(rpm=6, input_tpm=6, output_tpm=12)
+"""Enough for two requests; what one takes is refilled in 10 to 15 s."""
+
+
+class Owner:
+    """A scheduler's core, and the account that is kept of its token buckets where there are any."""
+
+    def __init__(self, core: Core, ledger: TokenLedger | None) -> None:
+        self.core = core
+        self.ledger = ledger
+
+
 class Box:
     """A worker's core and the counts that its engine writes."""
 
@@ -94,16 +107,16 @@ class Automaton:
         self._facts = facts
         self._pack = pack
         self._unpack = unpack
-        self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._numbers: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
         self._shapes: dict[tuple[Any, ...], int] = {}
-        self._forms: list[tuple[int, tuple[int, ...]]] = []
+        self._forms: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
         self._blobs: list[bytes] = []
         self._steps: dict[tuple[int, Op, int], tuple[int, tuple[Op, ...]]] = {}
         self.facts: list[Any] = []
 
     def add(self, core: Any) -> int:
-        shape, times = form(core)
-        key = (self._shapes.setdefault(shape, len(self._shapes)), times)
+        shape, times, full_at = form(core)
+        key = (self._shapes.setdefault(shape, len(self._shapes)), times, full_at)
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self._blobs)
@@ -119,6 +132,8 @@ class Automaton:
             core = self._unpack(self._blobs[state])
             try:
                 outputs = self._apply(core, op, now)
+            except Violation:
+                raise
             except Exception as error:
                 raise Violation("the core breaks", f"{self._name} at {op[:3]}: {error!r}") from error
             known = self._steps[key] = (self.add(core), tuple(outputs))
@@ -128,8 +143,8 @@ class Automaton:
         """Equal for states that behave alike from ``now`` on."""
         if state < 0:
             return ()
-        shape, times = self._forms[state]
-        return (shape, *[near(instant, now) for instant in times])
+        shape, times, full_at = self._forms[state]
+        return (shape, *[near(instant, now) for instant in times], *[max(0, near(at, now)) for at in full_at])
 
     def __len__(self) -> int:
         return len(self._blobs)
@@ -145,6 +160,7 @@ class Parts:
         worker: type[WorkerCore] = WorkerCore,
         relay: type[Relay] = Relay,
     ) -> None:
+        self.limited = False
         self._core = core
         self._worker = worker
         self._relay = relay
@@ -165,8 +181,10 @@ class Parts:
         core = self._core(
             model="m", owner=owner, epoch=Epoch(1, revision), manifest=MANIFEST, settings=SETTINGS, now_ms=now
         )
-        core.step(events.TenantChanged(TENANT, TenantRecord(name=TENANT)), now)
-        return self.core.add(core)
+        made = Owner(core, TokenLedger() if self.limited else None)
+        limits = LIMITS if self.limited else TenantLimits()
+        _take_in(made, events.TenantChanged(TENANT, TenantRecord(name=TENANT, limits=limits)), now)
+        return self.core.add(made)
 
     def new_worker(self) -> int:
         return self.worker.add(Box(self._worker()))
@@ -178,8 +196,9 @@ class Parts:
 # The scheduler ---------------------------------------------------------------------------------------------
 
 
-def _core_facts(core: Core) -> tuple[int, ...]:
+def _core_facts(owner: Owner) -> tuple[int, ...]:
     """(requests, what is reserved or counted though nothing is open, whether workers must still acknowledge)."""
+    core = owner.core
     pool = core.pool.workers.values()
     leaks = (
         core.admission.reserved_tokens
@@ -195,22 +214,23 @@ def _core_facts(core: Core) -> tuple[int, ...]:
     return len(core.requests), leaks, core.pool.unacknowledged()
 
 
-def _pack_core(core: Core) -> bytes:
+def _pack_core(owner: Owner) -> bytes:
     """Without what all cores have in common, and without histories: half of the bytes, a third of the time."""
+    core = owner.core
     for request in core.requests.values():
         request.history.clear()
     handlers, core._handlers = core._handlers, {}
     core.settings = core.admission.manifest = None  # type: ignore[assignment]
-    packed = pickle.dumps(core, 5)
+    packed = pickle.dumps(owner, 5)
     core._handlers, core.settings, core.admission.manifest = handlers, SETTINGS, MANIFEST
     return packed
 
 
-def _unpack_core(packed: bytes) -> Core:
-    core: Core = pickle.loads(packed)
-    core._handlers = core._table()
-    core.settings, core.admission.manifest = SETTINGS, MANIFEST
-    return core
+def _unpack_core(packed: bytes) -> Owner:
+    owner: Owner = pickle.loads(packed)
+    owner.core._handlers = owner.core._table()
+    owner.core.settings, owner.core.admission.manifest = SETTINGS, MANIFEST
+    return owner
 
 
 def _core_event(op: Op) -> events.Event:
@@ -246,26 +266,35 @@ def _core_event(op: Op) -> events.Event:
     raise TypeError(op)
 
 
-def _step_core(core: Core, op: Op, now: int) -> list[Op]:
+def _step_core(owner: Owner, op: Op, now: int) -> list[Op]:
     if op[0] == "all":
-        return [output for inner in op[1:] for output in _step_core(core, inner, now)]
-    if op[0] == "item":  # What the shell asks before it stores an attempt.
-        effect = events.StoreWork(**dict(zip(events.StoreWork.__struct_fields__, op[1:], strict=True)))
-        request = core.awaits_work(effect)
-        if request is None:
-            return []
-        item = WorkItem(
-            epoch=core.epoch,
-            attempt=effect.attempt,
-            version=effect.version,
-            worker=effect.worker,
-            dispatched_at_ms=now,
-            request=msgspec.structs.replace(request.envelope, body=msgspec.Raw(b"{}")),
-        )
-        return [("item", encode(item))]
-    effects = core.step(_core_event(op), now)
-    views.check_invariants(core)
-    return [_core_output(effect) for effect in effects]
+        return [output for inner in op[1:] for output in _step_core(owner, inner, now)]
+    if op[0] != "item":
+        return [_core_output(effect) for effect in _take_in(owner, _core_event(op), now)]
+    effect = events.StoreWork(**dict(zip(events.StoreWork.__struct_fields__, op[1:], strict=True)))
+    request = owner.core.awaits_work(effect)  # What the shell asks before it stores an attempt.
+    if request is None:
+        return []
+    item = WorkItem(
+        epoch=owner.core.epoch,
+        attempt=effect.attempt,
+        version=effect.version,
+        worker=effect.worker,
+        dispatched_at_ms=now,
+        request=msgspec.structs.replace(request.envelope, body=msgspec.Raw(b"{}")),
+    )
+    return [("item", encode(item))]
+
+
+def _take_in(owner: Owner, event: events.Event, now: int) -> list[events.Effect]:
+    effects = owner.core.step(event, now)
+    views.check_invariants(owner.core)
+    if owner.ledger is not None:
+        try:
+            owner.ledger.observe(event, effects, owner.core, now)
+        except AssertionError as error:
+            raise Violation("token buckets hold what the rules say", str(error)) from error
+    return effects
 
 
 def _core_output(effect: events.Effect) -> Op:

@@ -126,7 +126,7 @@ class Gateway(NamedTuple):
 class Scenario(NamedTuple):
     """``streams``: for each request whether it streams. ``faults``, ``leaves``: at most so many in a history.
 
-    ``poison``: engines die of the requests, at their first step.
+    ``poison``: engines die of the requests, at their first step. ``limited``: the tenant has rate limits.
     """
 
     name: str
@@ -134,3 +134,4 @@ class Scenario(NamedTuple):
     faults: int = 2
     leaves: int = 1
     poison: bool = False
+    limited: bool = False

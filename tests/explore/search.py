@@ -13,7 +13,7 @@ one go, at any step. Time passes only when no step is left: what takes longer th
 
 A fault is tried only where it may differ from the same one a step earlier (tests.explore.faults).
 
-Not in it: the bus itself dying, more than one model, limits of tenants, requests with several choices.
+Not in it: the bus itself dying, more than one model, requests with several choices, refusals.
 """
 
 import gc
@@ -44,6 +44,7 @@ SCENARIOS = (
     Scenario("one answer", (False,)),
     Scenario("poison", (True,), leaves=0, poison=True),
     Scenario("two requests", (True, False)),
+    Scenario("rate limits", (True,), leaves=0, limited=True),
 )
 
 
@@ -223,6 +224,7 @@ def shorten(lines: Iterable[str]) -> Iterator[str]:
 
 def first_world(parts: Parts, scenario: Scenario) -> World:
     """Both workers are ready and s0 owns the model; nobody has asked yet."""
+    parts.limited = scenario.limited
     world = World(parts, scenario._replace(streams=()))
     world.workers = tuple([workers.start(world, slot, 0) for slot in range(2)])
     while not world.is_quiet():

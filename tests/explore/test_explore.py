@@ -15,10 +15,12 @@ ENOUGH_S = 600.0
 """Far more than a search takes that must be complete."""
 MUTANT_S = 60.0
 """Bound for one mutant; each takes seconds."""
-STREAM, ANSWER, POISON, TWO = SCENARIOS
+STREAM, ANSWER, POISON, TWO, LIMITED = SCENARIOS
 
 
-@pytest.mark.parametrize(("scenarios", "most"), [((STREAM, ANSWER, POISON), 1), ((TWO,), 0)], ids=["one", "two"])
+@pytest.mark.parametrize(
+    ("scenarios", "most"), [((STREAM, ANSWER, POISON, LIMITED), 1), ((TWO,), 0)], ids=["one", "two"]
+)
 def test_no_history_with_so_many_faults_breaks_a_rule(scenarios: tuple[Scenario, ...], most: int) -> None:
     """One request with at most one fault, two requests without any: all histories."""
     levels = [*explore(ENOUGH_S, scenarios, most)]
@@ -46,12 +48,13 @@ def test_no_history_within_the_time_breaks_a_rule(capsys: pytest.CaptureFixture[
         (Parts(core=mutants.HastyCore), STREAM, ["no request fails in vain"]),
         (Parts(core=mutants.ImpatientCore), STREAM, ["an attempt ends before the next", "nothing follows an end"]),
         (Parts(core=mutants.AmnesiacCore), POISON, ["a second death quarantines"]),
+        (Parts(core=mutants.TwiceRefundingCore), LIMITED, ["token buckets hold what the rules say"]),
         (Parts(relay=mutants.SilentRelay), STREAM, ["no request fails in vain"]),
         (Parts(relay=mutants.SilentRelay), ANSWER, ["no request fails in vain"]),
     ],
     ids=[
         *("repeating", "deaf", "fenceless", "stubborn", "forgetful", "hasty", "impatient"),
-        *("amnesiac", "silent on a stream", "silent on an answer"),
+        *("amnesiac", "refunding twice", "silent on a stream", "silent on an answer"),
     ],
 )
 def test_a_broken_core_is_found(parts: Parts, scenario: Scenario, rules: list[str]) -> None:

@@ -13,6 +13,7 @@ from contracts.messages.records import TenantLimits
 from contracts.messages.request import RequestEnvelope
 from scheduler.core import events
 from scheduler.core.core import Core
+from scheduler.core.quotas import Quota
 
 MINUTE_MS = 60_000
 
@@ -122,7 +123,7 @@ class TokenLedger:
 
     def _check(self, core: Core, now_ms: int) -> None:
         for tenant, levels in self._levels.items():
-            quota = core.admission.quota(tenant, now_ms)
+            quota = core.admission.quotas.get(tenant) or Quota(core.admission.tenant(tenant).limits, now_ms)
             for bucket, level in zip(
                 (quota.request_bucket, quota.input_bucket, quota.output_bucket), levels, strict=True
             ):
