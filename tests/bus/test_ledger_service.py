@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import prometheus_client
 import pytest
 
 from contracts import ids, subjects, topology
@@ -35,7 +34,7 @@ from contracts.messages.usage import (
 )
 from ledger import retention
 from tests.support.nats_server import free_port
-from tests.support.polling import until
+from tests.support.polling import metric, until
 
 ROOT = Path(__file__).parents[2]
 HTTP_SERVER = ROOT / "tests" / "support" / "clickhouse_http.py"
@@ -400,12 +399,12 @@ async def test_what_is_stored_and_old_is_purged_and_nothing_else(bus: Bus, ledge
     await arrived(bus, 20)
     assert ledger.send(signal.SIGTERM) == 0
     await store(bus, [event() for _ in range(5)])  # old as well below, but not in the ledger
-    purged = prometheus_client.REGISTRY.get_sample_value("headrace_ledger_purged_total") or 0
+    purged = metric("headrace_ledger_purged_total")
     assert await retention.purge(bus, "ledger", time.time()) == 0
     assert await retention.purge(bus, "ledger", time.time() + 2 * retention.KEEP_S) == 20
     assert await retention.purge(bus, "ledger", time.time() + 2 * retention.KEEP_S) == 0
     assert (await bus.jetstream.api(f"STREAM.INFO.{topology.ATTEMPTS}"))["state"]["messages"] == 5
-    assert prometheus_client.REGISTRY.get_sample_value("headrace_ledger_purged_total") == purged + 20
+    assert metric("headrace_ledger_purged_total") == purged + 20
 
 
 async def answer(bus: Bus, subject: str, query: Message, kind: type[A]) -> A:

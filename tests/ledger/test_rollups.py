@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 import clickhouse_connect
 import msgspec
-import prometheus_client
 import pytest
 
 from contracts import ids, subjects
@@ -33,6 +32,7 @@ from ledger.rollups import Rollups, plan
 from ledger.sql_endpoint.http import SqlEndpoint
 from ledger.sql_endpoint.session import Sessions
 from ledger.store import Store
+from tests.support.polling import metric
 from worker.core import outcomes
 from worker.engines.base import Counts
 
@@ -296,15 +296,11 @@ async def test_what_is_not_over_is_not_built(store: Store) -> None:
         await rollups.step(hour_s + HOUR_S + 60)
     found = await plan(store, START, END)
     assert found.hours and not found.days and not found.raw
-    built = [periods_built(level) for level in ("hour", "day")]
+    built = [metric("headrace_ledger_built_total", level=level) for level in ("hour", "day")]
     for _ in range(2):
         await rollups.step(hour_s // DAY_S * DAY_S + DAY_S + 60)
     assert (await plan(store, START, END)).days
-    assert [periods_built(level) for level in ("hour", "day")] == [built[0], built[1] + 1]
-
-
-def periods_built(level: str) -> float:
-    return prometheus_client.REGISTRY.get_sample_value("headrace_ledger_built_total", {"level": level}) or 0
+    assert [metric("headrace_ledger_built_total", level=level) for level in ("hour", "day")] == [built[0], built[1] + 1]
 
 
 async def test_latencies_are_the_same_raw_and_built(store: Store, query_api: QueryApi) -> None:

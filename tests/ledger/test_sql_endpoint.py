@@ -15,7 +15,6 @@ from typing import Any
 
 import clickhouse_connect
 import httpx
-import prometheus_client
 import pytest
 
 from ledger.sql_endpoint import http as sql_http
@@ -24,6 +23,7 @@ from ledger.sql_endpoint.http import CONNECTIONS_MAX, HEAD_BYTES_MAX, SqlEndpoin
 from ledger.sql_endpoint.policy import QUERY_BYTES_MAX
 from ledger.sql_endpoint.session import QUERIES_MAX, Sessions
 from ledger.store import Store
+from tests.support.polling import metric, wait_until
 
 AUTH = ("ann", "secret")
 
@@ -381,18 +381,22 @@ def test_what_is_not_spoken_is_refused_with_a_reason(http_client: httpx.Client) 
 ENDLESS = "SELECT count() FROM numbers(1000000000000) WHERE sipHash64(number) = 1"
 
 
+def hang_up(endpoint: SqlEndpoint, after_s: float) -> None:
+    with httpx.Client(base_url=f"http://{endpoint.address}", auth=AUTH, trust_env=False, timeout=after_s) as client:
+        with pytest.raises(httpx.TimeoutException):
+            ask(client, ENDLESS)
+
+
 def test_a_query_ends_when_its_client_hangs_up(endpoint: SqlEndpoint, http_client: httpx.Client) -> None:
     """Also one that waits for a place: then it never begins."""
     abandoned = metric("headrace_ledger_sql_abandoned_total")
-    clients = [
-        httpx.Client(base_url=f"http://{endpoint.address}", auth=AUTH, trust_env=False, timeout=1) for _ in range(4)
-    ]
-    with ThreadPoolExecutor(len(clients)) as pool:
-        for ended in [pool.submit(ask, client, ENDLESS) for client in clients]:
-            with pytest.raises(httpx.ReadTimeout):
-                ended.result()
-    for client in clients:
-        client.close()
+    with ThreadPoolExecutor(2 * QUERIES_MAX) as pool:
+        running = [pool.submit(hang_up, endpoint, 3.0) for _ in range(QUERIES_MAX)]
+        wait_until(lambda: len(endpoint._sessions._running) == QUERIES_MAX, "the first queries")
+        for waiting in [pool.submit(hang_up, endpoint, 0.5) for _ in range(QUERIES_MAX)]:
+            waiting.result()
+        for ended in running:
+            ended.result()
     started = time.monotonic()
     assert ask(http_client, "SELECT 1").text == "1\n"
     assert time.monotonic() - started < 2
@@ -414,10 +418,6 @@ def test_a_closed_endpoint_leaves_no_query_behind(endpoint: SqlEndpoint, monkeyp
         assert running.result().headers["x-clickhouse-exception-code"] == "394"
     with pytest.raises(OSError, match="refused"):
         connected(address)
-
-
-def metric(name: str) -> float:
-    return prometheus_client.REGISTRY.get_sample_value(name) or 0.0
 
 
 def test_queries_are_measured(http_client: httpx.Client) -> None:
