@@ -46,6 +46,16 @@ CLOCKS_APART_MS = 5_000
 """What the clocks of schedulers and of the bus may differ: a request's ends are stored after its admission."""
 
 
+def decoded(codec: Codec[M], message: Incoming, event: str) -> M | None:
+    """The message; None when nobody can read it, which is logged as ``event``."""
+    try:
+        return codec.decode(message.data)
+    except msgspec.MsgspecError as error:
+        seq = message.stream_seq
+        log.error(event, subject=message.subject, seq=seq, bytes=len(message.data), reason=str(error))
+        return None
+
+
 class Recovery:
     """The streams of one model during one term."""
 
@@ -137,9 +147,10 @@ class Recovery:
                 self._feed(event)
 
     def _work_found(self, message: Incoming) -> events.WorkFound | None:
-        """The message without its body; None when nobody can read it."""
-        item = self._decoded(WORK_ITEM, message, topology.WORK)
+        """The message without its body; None when nobody can read it, and then it is dropped."""
+        item = decoded(WORK_ITEM, message, "work_undecodable")
         if item is None:
+            self._effects.spawn(self._effects.delete(topology.WORK, message.stream_seq))
             return None
         request = msgspec.structs.replace(item.request, body=NOTHING)
         return events.WorkFound(msgspec.structs.replace(item, request=request), message.stream_seq)
@@ -148,33 +159,19 @@ class Recovery:
 
     def _on_request(self, message: Incoming) -> None:
         self._last_request_seq = max(self._last_request_seq, message.stream_seq)
-        envelope = self._decoded(ENVELOPE, message, topology.REQUESTS)
-        if envelope is not None:
-            self._effects.bodies.add(message)
-            bodiless = msgspec.structs.replace(envelope, body=NOTHING)
-            self._feed(events.RequestStored(bodiless, message.stream_seq, message.stored_at_ms))
+        envelope = decoded(ENVELOPE, message, "request_undecodable")
+        if envelope is None:
+            self._effects.spawn(self._effects.delete(topology.REQUESTS, message.stream_seq))
+            return
+        self._effects.bodies.add(message)
+        bodiless = msgspec.structs.replace(envelope, body=NOTHING)
+        self._feed(events.RequestStored(bodiless, message.stream_seq, message.stored_at_ms))
 
     def _on_attempt(self, message: Incoming) -> None:
         self._last_attempt_seq = max(self._last_attempt_seq, message.stream_seq)
-        event = self._decoded(_attempt, message, topology.ATTEMPTS)
+        event = decoded(_attempt, message, "event_undecodable")  # The ledger drops it.
         if event is not None:
             self._feed(events.TerminalStored(event))
-
-    def _decoded(self, codec: Codec[M], message: Incoming, stream: str) -> M | None:
-        """The message, or None; what nobody can read is dropped, from ATTEMPTS by the ledger."""
-        try:
-            return codec.decode(message.data)
-        except msgspec.MsgspecError as error:
-            log.error(
-                "message_undecodable",
-                stream=stream,
-                subject=message.subject,
-                seq=message.stream_seq,
-                reason=str(error),
-            )
-        if stream != topology.ATTEMPTS:
-            self._effects.spawn(self._effects.delete(stream, message.stream_seq))
-        return None
 
     async def _catch_up(self) -> None:
         """Wait until every end that is stored by now has been fed."""

@@ -26,7 +26,7 @@ from scheduler.core.core import Core
 from scheduler.core.settings import Settings
 from scheduler.effects import Effects
 from scheduler.lease import Lease
-from scheduler.recovery import Recovery
+from scheduler.recovery import Recovery, decoded
 
 log = structlog.get_logger()
 
@@ -125,18 +125,20 @@ class Term:
     # Without the lease nothing is answered: the next owner gets the same question, and knows better.
 
     def _on_admission(self, message: Incoming) -> None:
-        if self._lease.held:
-            self.feed(events.AdmissionAsked(_admission.decode(message.data), message))
+        asked = decoded(_admission, message, "admission_undecodable")
+        if asked is not None and self._lease.held:
+            self.feed(events.AdmissionAsked(asked, message))
 
     def _on_cancel(self, message: Incoming) -> None:
-        if self._lease.held:
-            tenant = subjects.tenant_of_last_token(message.subject)
-            self.feed(events.CancelAsked(tenant, _cancel.decode(message.data), message))
+        asked = decoded(_cancel, message, "cancel_undecodable")
+        if asked is not None and self._lease.held:
+            self.feed(events.CancelAsked(subjects.tenant_of_last_token(message.subject), asked, message))
 
     def _on_status(self, message: Incoming) -> None:
-        if self._lease.held:
+        asked = decoded(_status, message, "status_undecodable")
+        if asked is not None and self._lease.held:
             tenant = subjects.tenant_of_last_token(message.subject)
-            self.feed(events.StatusAsked(tenant, _status.decode(message.data).request_id, message))
+            self.feed(events.StatusAsked(tenant, asked.request_id, message))
 
     def _on_queues(self, message: Incoming) -> None:
         if self._lease.held:
@@ -147,11 +149,12 @@ class Term:
         if message.subject == self._loopback:
             self.feed(events.LoopbackSeen())
         elif kind == "worker" and model == subjects.encode(self.core.model):
-            self.feed(events.WorkerSeen(_worker_beat.decode(message.data)))
+            if (beat := decoded(_worker_beat, message, "heartbeat_undecodable")) is not None:
+                self.feed(events.WorkerSeen(beat))
         elif message.subject.startswith(subjects.STREAM_OWNER_HEARTBEATS):
             owner = message.subject.removeprefix(subjects.STREAM_OWNER_HEARTBEATS)
-            beat = _stream_owner_beat.decode(message.data)
-            self.feed(events.StreamOwnerSeen(msgspec.structs.replace(beat, stream_owner=owner)))
+            if (sign := decoded(_stream_owner_beat, message, "heartbeat_undecodable")) is not None:
+                self.feed(events.StreamOwnerSeen(msgspec.structs.replace(sign, stream_owner=owner)))
 
     # -- time --------------------------------------------------------------------------------------------
 

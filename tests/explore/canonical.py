@@ -1,7 +1,8 @@
 """One form for equal states: instants become distances from now, and what only reports or counts is left out.
 
 Left out: histories and metrics; the throughput estimate and fairness counters (one tenant without limits: they decide
-nothing); times that are only written into terminal events. Plain dicts and sets are taken as unordered.
+nothing); times that are only written into terminal events (by one, that of admission, a new owner replays token
+buckets: worlds that differ in it alone are taken as one). Plain dicts and sets are taken as unordered.
 """
 
 import enum
