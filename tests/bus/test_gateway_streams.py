@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from operator import sub
 from pathlib import Path
 
 import httpx
@@ -17,6 +18,7 @@ from tests.support.gateway_world import (
     BASE,
     CHAT,
     K1,
+    MODEL,
     Content,
     Raw,
     World,
@@ -30,7 +32,7 @@ from tests.support.gateway_world import (
     serve,
     text_of,
 )
-from tests.support.polling import until
+from tests.support.polling import metric, until
 
 STREAM = BASE | {"stream": True}
 
@@ -39,6 +41,43 @@ STREAM = BASE | {"stream": True}
 async def world(nats_url: str, tmp_path: Path) -> AsyncIterator[World]:
     async with serve(nats_url, tmp_path, hold_s=0.5) as world:
         yield world
+
+
+# Figures ---------------------------------------------------------------------------------------------------
+
+
+async def test_streams_and_failures_are_counted_and_timed(world: World) -> None:
+    names = {
+        "headrace_http_requests_total": {"route": CHAT, "status": "200"},
+        "headrace_http_errors_total": {"code": "engine_error"},
+        "headrace_prompt_counting_seconds_count": {},
+        "headrace_request_duration_seconds_count": {"model": MODEL},
+        "headrace_request_duration_seconds_sum": {"model": MODEL},
+        "headrace_time_to_first_token_seconds_count": {"model": MODEL},
+        "headrace_time_to_first_token_seconds_sum": {"model": MODEL},
+        "headrace_inter_token_latency_seconds_count": {"model": MODEL},
+    }
+
+    def figures() -> list[float]:
+        return [metric(name, **labels) for name, labels in names.items()]
+
+    under_way = []
+
+    async def play(envelope: RequestEnvelope) -> None:
+        under_way.append(metric("headrace_streams"))
+        await asyncio.sleep(0.2)
+        await world.send(envelope, answer("a", "b", "c"))
+
+    world.play = play
+    before = figures()
+    await world.post(STREAM)
+    world.play = lambda envelope: world.send(envelope, [("error", ErrorData(code="engine_error", message="No."))])
+    await world.post(BASE)
+    await until(lambda: metric("headrace_streams") == 0)
+    served, failed, counted, ended_, took_s, first, first_s, gaps = map(sub, figures(), before)
+    assert under_way == [1]
+    assert (served, failed, counted, ended_, first, gaps) == (1, 1, 2, 2, 1, 2)
+    assert 0.2 < first_s < 2 and first_s < took_s < 4
 
 
 # Order and repair ------------------------------------------------------------------------------------------

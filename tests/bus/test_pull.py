@@ -12,7 +12,7 @@ from contracts.bus import BatchConsumer, Bus, Incoming, NotFound, PullConsumer
 from contracts.bus.pull import PULL_EXPIRES_S, consumer_name
 from tests.support.bus import Connect
 from tests.support.nats_server import NatsServer
-from tests.support.polling import until
+from tests.support.polling import metric, until
 
 SUBJECT = "work.v1.m.v.w1"
 
@@ -152,12 +152,14 @@ async def test_goes_on_within_two_seconds_of_a_restart(nats: NatsServer, bus: Bu
     await worker.start(bus, recreate=recreate)
     await publish(bus, 0)
     await until(lambda: worker.taken == [0])
+    resumes = metric("headrace_bus_consumer_resumes_total", kind="pull")
     nats.restart()
     began = time.monotonic()
     await publish(bus, 1)
     await until(lambda: 1 in worker.taken)
     print(f"went on after {time.monotonic() - began:.2f} s")
     assert set(worker.taken) == {0, 1}
+    assert not recreate or metric("headrace_bus_consumer_resumes_total", kind="pull") > resumes
 
 
 async def test_a_message_sent_into_a_cut_comes_again_after_the_reconnect(bus: Bus, connect: Connect) -> None:
