@@ -193,7 +193,7 @@ def flat(op: Op) -> Iterator[Op]:
 def stepped(world: World, slot: int, op: Op) -> tuple[Any, list[events.Effect]]:
     """A production core as it stands in ``slot``, after ``op``, and what it wants done."""
     automaton = world.parts.core
-    core = automaton._unpack(automaton._blobs[world.scheds[slot].state])
+    core = automaton._unpack(automaton._blobs[world.scheds[slot].state]).core
     return core, [effect for inner in flat(op) for effect in core.step(_core_event(inner), world.now)]
 
 
@@ -229,8 +229,8 @@ async def by_production(
 def by_model(world: World, slot: int, op: Op, *, held: bool, refused: bool) -> list[Trace]:
     """The same by the explorer's shell."""
     made = recording(world)
-    if not held:
-        object.__setattr__(made, "lease", (made.lease[0] + 1, made.now))
+    epoch = made.scheds[slot].epoch
+    object.__setattr__(made, "lease", (epoch if held else epoch + 1, made.now))
     made.set_sched(slot, todo=())
     schedulers.feed(made, slot, op)
     traces = [[token] for token in made.trace if token[:2] != ("tell", "controlled")]
