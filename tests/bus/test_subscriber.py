@@ -162,6 +162,7 @@ async def test_a_message_is_shared_by_streams_and_each_gets_its_own(subscriber: 
     a, b, left = (opened(subscriber, name) for name in "abc")
     subscriber.leave(left)
     assert len(subscriber) == 2
+    escaped = metric("headrace_bus_handler_errors_total")
     await peer.bus.publish(REPLY_INBOX, b"no message")
     await peer.publish(*[peer.keep(stream, stream.name * 2) for stream in (left, b, a, b)])
     await peer.publish(*[peer.keep(stream, END) for stream in (left, b, a)])
@@ -169,6 +170,7 @@ async def test_a_message_is_shared_by_streams_and_each_gets_its_own(subscriber: 
     assert (a.texts, b.texts, left.texts) == (["aa"], ["bb", "bb"], [])
     assert (a.ends, b.ends, left.ends) == ([END], [END], [])
     assert not peer.asked and not peer.cancelled
+    assert metric("headrace_bus_handler_errors_total") == escaped
 
 
 async def test_a_missed_frame_is_asked_for_and_repaired(subscriber: Subscriber, peer: Peer) -> None:
@@ -287,7 +289,7 @@ async def test_a_failure_ends_the_stream_and_cancels_what_may_still_run(
 
 async def test_a_reader_that_is_too_slow_is_cut_off_and_cancelled(subscriber: Subscriber, peer: Peer) -> None:
     stream = opened(subscriber, room=2)
-    await peer.send(stream, "0", "1", "2", "3", END)
+    await peer.send(stream, "0", "1", "2", "3", END, lose=(0,))  # All come at once, when the first is repaired.
     await until(lambda: peer.cancelled)
     assert stream.texts == ["0", "1"]
     assert [end.code for end in stream.ends if isinstance(end, ErrorData)] == ["slow_reader"]
