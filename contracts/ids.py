@@ -16,14 +16,6 @@ def request_id(now_ms: int | None = None) -> str:
     return str(uuid.UUID(int=value))
 
 
-def created_ms(identifier: str) -> int:
-    """Unix milliseconds inside a UUIDv7; raises ValueError for anything else."""
-    value = uuid.UUID(identifier)
-    if value.version != 7:
-        raise ValueError(f"not a UUIDv7: {identifier}")
-    return value.int >> 80
-
-
 def incarnation(kind: str) -> str:
     """A new name for one life of a process, such as ``w-3f9a1c20d4e5``; a restarted process takes a new one."""
     return f"{kind}-{secrets.token_hex(6)}"

@@ -110,11 +110,6 @@ def simulated_prompts(endpoint: Endpoint, body: Mapping[str, Any]) -> list[Promp
     raise HeadraceError("invalid_request", "prompt must be text, token ids, or a list of either", param="prompt")
 
 
-def simulated_prompt_tokens(endpoint: Endpoint, body: Mapping[str, Any]) -> int:
-    """Prompt tokens of a body over all its prompts, as the simulated engine counts them; raises as above."""
-    return sum(len(prompt) for prompt in simulated_prompts(endpoint, body))
-
-
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = body.get("messages")
     if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):

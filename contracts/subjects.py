@@ -164,9 +164,6 @@ def frames_of(worker: str) -> str:
 DEAD_ATTEMPTS = "dead.v1.attempts"
 """Attempt events that the ledger refused (stream DEAD_LETTERS)."""
 
-USAGE = "usage.v1.query"
-"""Query to the ledger about usage, of any tenant or all."""
-
 USAGE_QUERIES = "usage.v1.>"
 """The ledger's query API."""
 
@@ -184,8 +181,6 @@ def usage_of(tenant: str, query: str) -> str:
 def scope_of_usage(subject: str) -> tuple[str | None, str]:
     """Tenant (None: all) and kind of query of a subject under ``usage.v1.``; raises InvalidName."""
     match subject.split(".")[2:]:
-        case ["query"]:
-            return None, "usage"
         case ["all", query]:
             return None, query
         case ["of", token, query]:

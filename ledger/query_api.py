@@ -1,7 +1,7 @@
 """The query API over the bus: who may ask about whom, what is asked of ClickHouse, and the answer's shape.
 
 The subject says about whom: ``usage.v1.of.<tenant>.<query>`` is answered about that tenant alone, so leave to publish
-there is leave to know that tenant's usage; ``usage.v1.all.<query>`` and ``usage.v1.query`` are for operators.
+there is leave to know that tenant's usage; ``usage.v1.all.<query>`` is for operators.
 """
 
 import time

@@ -94,7 +94,7 @@ async def in_process(sample: list[AttemptEvent], directory: Path) -> None:
 async def ask(bus: Bus, by: list[UsageDimension]) -> UsageAnswer:
     now_ms = time.time_ns() // 1_000_000
     query = UsageQuery(from_at_ms=now_ms - 86_400_000, to_at_ms=now_ms + 86_400_000, by=by)
-    answer = await bus.request(subjects.USAGE, msgspec.json.encode(query), timeout_s=30)
+    answer = await bus.request(subjects.usage_all("usage"), msgspec.json.encode(query), timeout_s=30)
     return msgspec.json.decode(answer, type=UsageAnswer)
 
 

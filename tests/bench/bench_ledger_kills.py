@@ -77,7 +77,7 @@ async def asked(bus: Bus, by: list[str]) -> dict[Any, tuple[int, int, int]]:
     found: dict[Any, tuple[int, int, int]] = {}
     while True:
         query = UsageQuery(from_at_ms=FROM_MS, to_at_ms=TO_MS, by=by, offset=len(found))  # type: ignore[arg-type]
-        data = await bus.request(subjects.USAGE, msgspec.json.encode(query), timeout_s=60)
+        data = await bus.request(subjects.usage_all("usage"), msgspec.json.encode(query), timeout_s=60)
         answer = msgspec.json.decode(data, type=UsageAnswer)
         if answer.error:
             raise BusError(answer.error)

@@ -178,7 +178,7 @@ async def ask(bus: Bus, **changes: object) -> UsageAnswer:
     now_ms = time.time_ns() // 1_000_000
     fields: dict[str, object] = {"from_at_ms": now_ms - 86_400_000, "to_at_ms": now_ms + 86_400_000, "by": []}
     query = UsageQuery(**{**fields, **changes})  # type: ignore[arg-type]
-    answer = await bus.request(subjects.USAGE, msgspec.json.encode(query), timeout_s=10)
+    answer = await bus.request(subjects.usage_all("usage"), msgspec.json.encode(query), timeout_s=10)
     return msgspec.json.decode(answer, type=UsageAnswer)
 
 
@@ -251,7 +251,7 @@ async def test_a_ledger_measures_what_it_inserts_and_answers(bus: Bus, ledger: L
 
 async def test_bad_queries_are_answered_with_the_reason(bus: Bus, ledger: Ledger) -> None:
     for query in (b"nope", b"{}", b'{"from_at_ms":5,"to_at_ms":5,"by":[]}', b'{"from_at_ms":"x"}'):
-        answer = msgspec.json.decode(await bus.request(subjects.USAGE, query), type=UsageAnswer)
+        answer = msgspec.json.decode(await bus.request(subjects.usage_all("usage"), query), type=UsageAnswer)
         assert answer.error
         assert answer.code == "invalid_request"
 

@@ -34,7 +34,7 @@ SUBJECTS = {
     "submit T2": subjects.submit("T2", "m"),
     "control": subjects.control("w-1"),
     "queues": subjects.queues("m"),
-    "usage": subjects.USAGE,
+    "usage": subjects.usage_all("usage"),
     "usage all": subjects.usage_all("usage"),
     "usage T1": subjects.usage_of("T1", "usage"),
     "usage T2": subjects.usage_of("T2", "usage"),

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.nats_server import free_port
 from tests.support.polling import wait_until
-from tests.support.stack import ENVIRONMENT, Stack, StartStack
+from tests.support.stack import ENVIRONMENT, ROOT, Stack, StartStack
 
 SUMMARY = " ".join(f"t{number}" for number in range(200))
 
@@ -25,7 +25,7 @@ def summarizer(stack: Stack, tenant: str, log: Path, *limits: str) -> Iterator[t
     stack.cli_json("tenant", "create", tenant, *limits)
     nats_url = stack.cli("nats-config", "--tenant", tenant).stdout.strip()
     port = free_port()
-    command = [sys.executable, "-m", "compose.examples.summarizer", "--tenant", tenant, "--model", "simulated"]
+    command = [sys.executable, str(ROOT / "examples" / "summarizer.py"), "--tenant", tenant, "--model", "simulated"]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, "--port", str(port)],

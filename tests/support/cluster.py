@@ -288,7 +288,9 @@ class Cluster:
         question = UsageQuery(from_at_ms=0, to_at_ms=4_102_444_800_000, by=["model"])
         async with self.bus() as bus:
             try:
-                answer = _usage.decode(await bus.request(subjects.USAGE, msgspec.json.encode(question), timeout_s=10))
+                answer = _usage.decode(
+                    await bus.request(subjects.usage_all("usage"), msgspec.json.encode(question), timeout_s=10)
+                )
             except BusError:
                 return UsageRow()
         assert not answer.error, answer.error

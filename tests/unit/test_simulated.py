@@ -9,7 +9,7 @@ import pytest
 from contracts import simulated
 from contracts.errors import HeadraceError
 from contracts.messages.base import Endpoint
-from contracts.simulated import Prompt, simulate_field, simulated_prompt_tokens
+from contracts.simulated import Prompt, simulate_field, simulated_prompts
 from worker.engines.simulated.answer import ChoiceText
 
 HELLO = [{"role": "user", "content": "hello big world"}]
@@ -35,7 +35,7 @@ HELLO = [{"role": "user", "content": "hello big world"}]
 def test_prompt_tokens_are_words_and_four_for_each_message(
     endpoint: Endpoint, body: dict[str, Any], tokens: int
 ) -> None:
-    assert simulated_prompt_tokens(endpoint, body) == tokens
+    assert sum(map(len, simulated_prompts(endpoint, body))) == tokens
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_prompt_tokens_are_words_and_four_for_each_message(
 )
 def test_a_prompt_of_no_known_form_is_refused(endpoint: Endpoint, body: dict[str, Any], param: str) -> None:
     with pytest.raises(HeadraceError) as refusal:
-        simulated_prompt_tokens(endpoint, body)
+        simulated_prompts(endpoint, body)
     assert (refusal.value.code, refusal.value.param) == ("invalid_request", param)
 
 

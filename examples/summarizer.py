@@ -4,7 +4,7 @@ Post a text, read its summary while it is written. Beside a stack that runs in D
 
     headrace tenant create library --data-dir DIR
     export HEADRACE_NATS_URL=$(headrace nats-config --tenant library --data-dir DIR)
-    python -m compose.examples.summarizer --tenant library --model smollm2-135m-instruct --port 9000
+    python examples/summarizer.py --tenant library --model smollm2-135m-instruct --port 9000
     curl -N --data-binary @README.md http://127.0.0.1:9000/summaries
 
 What such a service has to think of:
