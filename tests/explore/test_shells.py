@@ -129,6 +129,12 @@ class Streams:
         name = "requests" if stream == topology.REQUESTS else "work"
         setattr(self.world, name, tuple(entry for entry in getattr(self.world, name) if entry[0] != seq))
 
+    async def last(self, stream: str, subject: str) -> Incoming | None:
+        for rid, attempt, data in self.world.attempts:
+            if subjects.attempt("m", rid, attempt) == subject:
+                return Incoming(subject, "", data, None, None, (1, 0, 0))  # type: ignore[arg-type]
+        return None
+
     async def api(self, call: str) -> dict[str, Any]:
         raise NotFound(call)
 
