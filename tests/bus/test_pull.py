@@ -212,11 +212,9 @@ async def test_a_consumer_deleted_under_a_pull_is_made_anew_at_once(bus: Bus) ->
     await publish(bus, 0)
     await until(lambda: worker.taken == [0])
     await bus.jetstream.api(f"CONSUMER.DELETE.{topology.WORK}.w-1")
-    began = time.monotonic()
     await publish(bus, 1)
-    # Unacknowledged messages come again from a new consumer; the dying one may still give the second.
-    await until(lambda: worker.taken.count(0) == 2 and 1 in worker.taken)
-    print(f"went on after {time.monotonic() - began:.2f} s")
+    # The first comes again or not: a consumer of the same name that is made this soon may get the deleted one's state.
+    await until(lambda: 1 in worker.taken, limit_s=PULL_EXPIRES_S * 0.9)
 
 
 async def test_a_missing_consumer_shows_at_the_next_pull(bus: Bus) -> None:
