@@ -8,6 +8,7 @@ import pytest
 
 from contracts.messages.records import KeyRecord
 from tests.support.gateway_world import World, serve
+from tests.support.polling import until
 
 ADMIN = "hr_key-of-an-operator"
 
@@ -17,7 +18,12 @@ async def world(nats_url: str, tmp_path: Path) -> AsyncIterator[World]:
     async with serve(nats_url, tmp_path) as world:
         await world.put_key(ADMIN, KeyRecord(id="operator", tenant="T1", admin=True))
         world.client.headers["authorization"] = f"Bearer {ADMIN}"
+        await until(lambda: knows_key(world), "the gateway knows the key")
         yield world
+
+
+async def knows_key(world: World) -> bool:
+    return await world.status_of("/v1/models") == 200
 
 
 @pytest.mark.parametrize(
