@@ -283,13 +283,13 @@ class Core(Lifecycle):
 
     def _loopback_seen(self, event: events.LoopbackSeen) -> None:
         self.pool.beats += 1
-        for worker in self.pool.silent():
-            self._worker_lost(worker)
+        for worker, why in self.pool.lost():
+            self._worker_lost(worker, why)
         for owner in self.stream_owners.silent(self.pool.beats, self.settings.lost_after_beats):
             self._stream_owner_lost(owner)
         self.dispatch()
 
-    def _worker_lost(self, worker: Worker) -> None:
+    def _worker_lost(self, worker: Worker, why: str) -> None:
         self.pool.evict(worker)
         self.do(events.SendControl(worker.beat.worker, Evict(epoch=self.epoch)))
         if worker.work or worker.beat.state != "draining":
@@ -299,7 +299,7 @@ class Core(Lifecycle):
             if request.state in WITH_WORKER:
                 begun = request.progress is not None and request.progress.completion_tokens > 0
                 request.exonerated = begun and worker.exonerates(request_id)
-                message = f"Worker {worker.beat.worker} was not heard for too long."
+                message = f"Worker {worker.beat.worker} {why}."
                 self.propose_end(request, "lost", "worker_lost", message, worker_died=True)
 
     # -- time ------------------------------------------------------------------------------------------

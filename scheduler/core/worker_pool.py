@@ -1,7 +1,8 @@
 """The workers of one model: what each can take, what it has in flight, and who is dead.
 
 Silence is counted in loopback heartbeats: the scheduler's own, which travel through the bus to the same subscription
-as those of the workers. While they do not arrive, nobody is lost.
+as those of the workers. While they do not arrive, nobody is lost. A worker that is heard and does not acknowledge the
+owner's epoch, of which each heartbeat of its reminds it, is lost too: nothing could be dispatched meanwhile.
 """
 
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ class Worker:
     """One worker incarnation as the scheduler sees it."""
 
     __slots__ = (
+        "acknowledged_at_beat",
         "adopted",
         "attributed",
         "beat",
@@ -42,6 +44,8 @@ class Worker:
         self.beat = beat
         self.heard_at_beat = heard_at_beat
         """Number of loopback heartbeats when it was last heard."""
+        self.acknowledged_at_beat = heard_at_beat
+        """The same when it last knew this owner's epoch, or was first heard."""
         self.work: dict[str, Load] = {}
         """By request id: the attempts dispatched here."""
         self.slots_reserved = 0
@@ -118,6 +122,8 @@ class WorkerPool:
         size = worker.beat.slots, worker.beat.kv_tokens
         worker.beat = beat
         worker.heard_at_beat = self.beats
+        if beat.epoch >= self._epoch:
+            worker.acknowledged_at_beat = self.beats
         if size != (beat.slots, beat.kv_tokens):  # Known by its work only until now, or its engine is a new one.
             for request_id, load in worker.work.items():
                 worker.reserve(request_id, self._load(worker, load.choices, load.tokens))
@@ -132,11 +138,13 @@ class WorkerPool:
             worker = self.workers[name] = Worker(silent, self.beats)
         return worker
 
-    def silent(self) -> Iterator[Worker]:
-        """Workers that were not heard for too many loopback heartbeats."""
+    def lost(self) -> Iterator[tuple[Worker, str]]:
+        """Workers that were not heard for too long, or did not acknowledge the epoch for twice as long; and why."""
         for worker in list(self.workers.values()):
             if self.beats - worker.heard_at_beat > self._lost_after_beats:
-                yield worker
+                yield worker, "was not heard for too long"
+            elif self.beats - worker.acknowledged_at_beat > 2 * self._lost_after_beats:
+                yield worker, "did not acknowledge its scheduler"
 
     def evict(self, worker: Worker) -> None:
         """The worker is lost, for good."""
@@ -151,7 +159,7 @@ class WorkerPool:
         return worker.beat.state == "ready" and worker.beat.epoch >= self._epoch
 
     def unacknowledged(self) -> bool:
-        """Whether some live worker has not acknowledged the epoch; a takeover waits for it."""
+        """Whether some worker has not acknowledged the epoch; a takeover waits until it has, or is lost."""
         return any(worker.beat.epoch < self._epoch for worker in self.workers.values())
 
     # -- placing -----------------------------------------------------------------------------------------

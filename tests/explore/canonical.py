@@ -119,6 +119,8 @@ class _Walk:
             inner = getattr(value, name)
             if name == "heard_at_beat":
                 self.shape.append(min(LOST_TICKS + 1, self._beats - inner))
+            elif name == "acknowledged_at_beat":
+                self.shape.append(min(2 * LOST_TICKS + 1, self._beats - inner))
             elif name == "evicted":
                 self.shape.append(tuple(sorted(inner)))
             elif name == "_heard":

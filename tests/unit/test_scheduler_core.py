@@ -232,6 +232,20 @@ def test_without_loopback_heartbeats_nobody_is_lost() -> None:
     assert made.core.pool.workers
 
 
+def test_a_worker_that_never_acknowledges_the_epoch_is_lost_and_blocks_nobody() -> None:
+    made = World()
+    deaf, well = made.ready_worker(), made.ready_worker()
+    made.begin_term()
+    while deaf.name not in made.core.pool.evicted:
+        made.now += 500
+        for worker in (deaf, well):
+            made.feed(events.WorkerSeen(worker.beat()))
+        well.epoch = made.core.epoch
+        made.feed(events.LoopbackSeen())
+    assert made.core.pool.beats == 2 * made.core.settings.lost_after_beats + 1
+    assert not made.core.pool.unacknowledged() and list(made.core.pool.workers) == [well.name]
+
+
 def test_a_request_that_kills_two_workers_is_quarantined() -> None:
     made = World()
     request_id = made.submit()
