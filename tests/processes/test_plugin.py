@@ -26,12 +26,12 @@ USES = "def test_innocent(shared): pass\n"
 
 def run(directory: Path, *arguments: str, **environment: str) -> tuple[int, str, list[dict[str, Any]]]:
     """Exit code, output and reported outcomes of a pytest in ``directory``."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.plugin", "--outcomes", "outcomes", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", "-p", "tests.support.plugin", "--outcomes=outcomes"]
     variables = {name: value for name, value in os.environ.items() if name != "CI" and not name.startswith("PYTEST")}
     done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "--rootdir", str(directory), "-c", os.devnull],
+        [*command, *arguments, "-p", "no:cacheprovider", "--rootdir", str(directory), "-c", os.devnull],
         cwd=directory,
-        env=variables | {"PYTHONPATH": str(ROOT)} | environment,
+        env=variables | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | environment,
         capture_output=True,
         text=True,
         timeout=60,
