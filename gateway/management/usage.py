@@ -49,6 +49,14 @@ def _parsed(text: str) -> int:
     return at_ms
 
 
+def _digits(given: str | int) -> str | int:
+    """A number as it must be written, or the default; pydantic alone would take ``1_0`` and ``+5.0``, too."""
+    if isinstance(given, str) and not (given.isascii() and given.isdigit()):
+        raise ValueError("this is a whole number")
+    return given
+
+
+Whole = Annotated[int, BeforeValidator(_digits)]
 Instant = Annotated[int | None, BeforeValidator(_parsed), WithJsonSchema({"type": "string"})]
 _INSTANT = "An instant or a day, such as `2026-11-29T12:00:00Z` or `2026-11-29`; UTC without an offset."
 _BY = "What rows are summed by, also separated by commas; default {}."
@@ -63,8 +71,8 @@ class Range(BaseModel):
     end: Instant = Field(
         None, alias="to", description=f"First instant that is left out; default: end of the month. {_INSTANT}"
     )
-    limit: int = Field(LIMIT, ge=1, le=LIMIT_MAX, description="Rows of the answer.")
-    after: int = Field(0, ge=0, le=OFFSET_MAX, description="`next` of the answer before.")
+    limit: Whole = Field(LIMIT, ge=1, le=LIMIT_MAX, description="Rows of the answer.")
+    after: Whole = Field(0, ge=0, le=OFFSET_MAX, description="`next` of the answer before.")
 
     def instants(self) -> tuple[int, int]:
         """[from, to) in Unix ms. Without both the current UTC month; with one alone, the rest of that one's month."""

@@ -67,3 +67,16 @@ async def test_c42_days_beyond_the_calendar_are_400(world: World, query: str) ->
     response = await world.client.get(f"/v1/usage?{query}")
     assert response.status_code == 400
     assert response.json()["error"]["param"] == query.partition("=")[0]
+
+
+@pytest.mark.parametrize(
+    "query", ["limit=0", "limit=10001", "limit=1_0", "limit=%2B5", "limit=5.0", "after=-1", "after=x", "by=day,moon"]
+)
+async def test_a_parameter_out_of_range_is_refused_by_name(world: World, query: str) -> None:
+    for path in ("/v1/usage", "/admin/v1/usage/latency"):
+        response = await world.client.get(f"{path}?{query}")
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == query.partition("=")[0]
+    assert (await world.client.get("/v1/usage?limit=10000&after=0&by=day,model&unknown=1")).status_code == 200
+    unknown = await world.client.get("/admin/v1/usage?unknown=1")
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "unknown")
