@@ -1,5 +1,8 @@
 """What messages share: their base, fields that several of them have, the words of the protocol, and the codec."""
 
+from collections.abc import Callable
+from functools import cache
+from operator import attrgetter
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -59,7 +62,12 @@ class TokenCounts(Message, frozen=True, kw_only=True):
 
 def fields_of(kind: type[msgspec.Struct], source: object) -> dict[str, Any]:
     """The fields of ``kind`` by name, as ``source`` has them: for a message that repeats them."""
-    return {name: getattr(source, name) for name in kind.__struct_fields__}
+    return dict(zip(kind.__struct_fields__, _values_of(kind)(source), strict=True))
+
+
+@cache
+def _values_of(kind: type[msgspec.Struct]) -> Callable[[object], tuple[Any, ...]]:
+    return attrgetter(*kind.__struct_fields__)
 
 
 class Epoch(msgspec.Struct, frozen=True, array_like=True, order=True):
