@@ -1,22 +1,22 @@
 """Connections to the test's server, all closed after it."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from contracts import topology
 from contracts.bus import Bus
-from tests.support.bus import Connect, Link
-from tests.support.nats_server import NatsServer
+from tests.support.nats_server import Connect, NatsServer
+from tests.support.proxy import Link, Links
 
 
 @pytest.fixture
-async def link(nats: NatsServer) -> AsyncIterator[Link]:
-    relay = Link(nats.port)
-    await relay.open()
-    yield relay
-    await relay.close()
+def link(nats: NatsServer) -> Iterator[Link]:
+    """A way to the server that can be cut or clogged."""
+    links = Links()
+    yield links.open(nats.port)
+    links.close()
 
 
 @pytest.fixture

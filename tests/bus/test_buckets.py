@@ -8,8 +8,7 @@ import pytest
 from contracts import topology
 from contracts.bus import Bus, BusError, KvEntry, StreamFull, WrongSequence
 from contracts.topology import BODIES, KEYS, LEASES
-from tests.support.bus import Connect
-from tests.support.nats_server import NatsServer
+from tests.support.nats_server import Connect, NatsServer
 from tests.support.polling import until
 
 

@@ -16,8 +16,7 @@ from contracts.bus import (
     Unconfirmed,
     WrongSequence,
 )
-from tests.support.bus import Connect
-from tests.support.nats_server import NatsServer
+from tests.support.nats_server import Connect, NatsServer
 from tests.support.polling import metric, until
 
 EVENT = "attempt.v1.m.r.1"

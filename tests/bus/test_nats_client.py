@@ -14,7 +14,7 @@ import pytest
 from nats.aio.client import Client as LibraryClient
 
 from contracts.bus import Bus, nats_client
-from tests.support.bus import Connect
+from tests.support.nats_server import Connect
 
 
 def _is_task(value: object) -> bool:

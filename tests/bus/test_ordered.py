@@ -7,8 +7,7 @@ import pytest
 
 from contracts import topology
 from contracts.bus import Bus, Handler, Incoming, NotFound, OrderedConsumer
-from tests.support.bus import Connect
-from tests.support.nats_server import NatsServer
+from tests.support.nats_server import Connect, NatsServer
 from tests.support.polling import until
 
 STREAM = topology.ATTEMPTS

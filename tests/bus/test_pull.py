@@ -10,8 +10,7 @@ import pytest
 from contracts import topology
 from contracts.bus import BatchConsumer, Bus, Incoming, NotFound, PullConsumer
 from contracts.bus.pull import PULL_EXPIRES_S, consumer_name
-from tests.support.bus import Connect
-from tests.support.nats_server import NatsServer
+from tests.support.nats_server import Connect, NatsServer
 from tests.support.polling import metric, until
 
 SUBJECT = "work.v1.m.v.w1"

@@ -7,9 +7,9 @@ import socket
 import pytest
 
 from contracts.bus import Bus, BusError, Incoming, NoResponder, TooLarge, Unavailable, session
-from tests.support.bus import Connect, Link
-from tests.support.nats_server import NatsServer, free_port
+from tests.support.nats_server import Connect, NatsServer, free_port
 from tests.support.polling import metric, until
+from tests.support.proxy import Link
 
 
 async def test_a_subscription_is_live_when_subscribe_returns(connect: Connect) -> None:

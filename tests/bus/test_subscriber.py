@@ -21,8 +21,7 @@ from contracts.messages.frames import EndData, ErrorData, Frame, FrameKind, Fram
 from contracts.streaming import subscriber as module
 from contracts.streaming.relay import Effects, Relay, RelaySettings
 from contracts.streaming.subscriber import RelayedStream, Subscriber
-from tests.support.bus import Connect
-from tests.support.nats_server import NatsServer
+from tests.support.nats_server import Connect, NatsServer
 from tests.support.polling import metric, until
 
 TENANT, MODEL, WORKER = "te.nant", "smol", "w-1"

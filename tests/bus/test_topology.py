@@ -6,8 +6,7 @@ import pytest
 
 from contracts import topology
 from contracts.bus import BusError
-from tests.support.bus import Connect
-from tests.support.nats_server import NatsServer
+from tests.support.nats_server import Connect, NatsServer
 
 
 async def test_many_at_once_make_everything_once(connect: Connect) -> None:

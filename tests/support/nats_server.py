@@ -7,9 +7,15 @@ import socket
 import subprocess
 import sysconfig
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from contracts.bus import Bus
+
 START_TIMEOUT_S = 10.0
+
+Connect = Callable[..., Awaitable[Bus]]
+"""Makes connections to a test's server."""
 
 
 class NatsServer:

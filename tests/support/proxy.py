@@ -48,7 +48,8 @@ class Links:
 
 class Link:
     """One port that leads to ``target_port``. ``cut``: connections end and new ones are refused; ``stall``: they
-    stay open and nothing passes, in either direction; ``heal``: all is well again.
+    stay open and nothing passes, in either direction; ``clog``: so it is with those that are there, and new ones work;
+    ``heal``: all is well again.
     """
 
     def __init__(self, links: Links, target_port: int) -> None:
@@ -59,6 +60,11 @@ class Link:
         self._is_cut = False
         self._is_stalled = False
         self.port = 0
+
+    @property
+    def url(self) -> str:
+        """For a nats-server behind it."""
+        return f"nats://127.0.0.1:{self.port}"
 
     def listen(self) -> None:
         work = self._links.loop.create_server(lambda: _End(self), "127.0.0.1", 0)
@@ -83,6 +89,13 @@ class Link:
     def stall(self) -> None:
         def work() -> None:
             self._is_stalled = True
+            for end in self._ends:
+                end.hold()
+
+        self._links.call(work)
+
+    def clog(self) -> None:
+        def work() -> None:
             for end in self._ends:
                 end.hold()
 
