@@ -66,9 +66,6 @@ def _inbox(user: str) -> str:
     return f"{INBOX}{user}.>"
 
 
-# Calls of JetStream's API ----------------------------------------------------------------------------------
-
-
 def _read(stream: str) -> Iterator[str]:
     """By direct get, and from the leader where that finds nothing."""
     yield f"$JS.API.DIRECT.GET.{stream}"

@@ -93,9 +93,6 @@ def _check_count(field: str, value: float | None) -> None:
         raise HeadraceError("invalid_request", f"{field} must be at most {COUNT_MAX}", param=field)
 
 
-# Tenants ---------------------------------------------------------------------------------------------------
-
-
 async def create_tenant(bus: Bus, record: TenantRecord) -> TenantRecord:
     """A new tenant; an existing one with the same settings is returned as it is, another one refused."""
     record = msgspec.structs.replace(check_tenant(record), created_at_ms=now_ms())
@@ -137,9 +134,6 @@ def with_limits(
     elif limits:
         fields["limits"] = msgspec.structs.replace(record.limits, **limits)
     return msgspec.structs.replace(record, **fields)
-
-
-# Keys ------------------------------------------------------------------------------------------------------
 
 
 def read_pepper(path: Path) -> bytes:
@@ -204,9 +198,6 @@ async def revoke_key(bus: Bus, identifier: str) -> KeyRecord:
     raise HeadraceError("not_found", f"there is no key with the id {identifier}")
 
 
-# Models ----------------------------------------------------------------------------------------------------
-
-
 async def put_manifest(bus: Bus, manifest: Manifest) -> None:
     """Enter a model as it was prepared; limits and fallbacks that an operator set for it stay."""
     check_name("model name", manifest.name)
@@ -251,9 +242,6 @@ async def change_model(
         )
 
     return await _change(bus, topology.MODELS, name, _MANIFEST, change, f"there is no model {name}")
-
-
-# Inner -----------------------------------------------------------------------------------------------------
 
 
 async def _change(bus: Bus, bucket: str, name: str, codec: Codec[R], change: Callable[[R], R], missing: str) -> R:

@@ -59,9 +59,6 @@ def decode(token: str) -> str:
     return name
 
 
-# Streams --------------------------------------------------------------------------------------------------
-
-
 def request(model: str, tenant: str) -> str:
     """Where a gateway publishes an admitted request (stream REQUESTS)."""
     return f"req.v1.{encode(model)}.{encode(tenant)}"
@@ -95,9 +92,6 @@ def attempts_of(model: str) -> str:
 def quarantine(model: str, request_id: str) -> str:
     """Where the scheduler keeps a request that ends engines (stream QUARANTINE)."""
     return f"quarantine.v1.{encode(model)}.{encode(request_id)}"
-
-
-# Requests with an answer ----------------------------------------------------------------------------------
 
 
 def admit(model: str) -> str:
@@ -193,8 +187,6 @@ def queues(model: str) -> str:
     return f"queues.v1.{encode(model)}"
 
 
-# Heartbeats: one subscription gets them all, the loopback heartbeats too -----------------------------------
-
 HEARTBEATS = "hb.v1.>"
 
 
@@ -227,8 +219,6 @@ def loopback_heartbeat(observer: str) -> str:
     return f"hb.v1.loopback.{encode(observer)}"
 
 
-# Replies ---------------------------------------------------------------------------------------------------
-
 GATEWAY_REPLIES = "reply.v1._gw."
 """Prefix of gateways' reply inboxes; ``_gw`` is no encoded name, so no tenant can own it."""
 
@@ -250,8 +240,6 @@ def is_reply(subject: str) -> bool:
     """Whether frames may be published to ``subject``: a plain subject under ``reply.v1.``, at most 512 bytes."""
     return len(subject) <= 512 and _REPLY.match(subject) is not None
 
-
-# Forms of subjects -----------------------------------------------------------------------------------------
 
 _MARK = secrets.token_hex(16)
 """A plain token that no name can be meant to equal."""

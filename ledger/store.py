@@ -118,8 +118,6 @@ class Store:
         """Wait for running calls, close the clients, give the directory back."""
         await asyncio.to_thread(self._close)
 
-    # In the threads ----------------------------------------------------------------------------------------
-
     def _open(self) -> None:
         if self._url.startswith("chdb:") and self._lock is None:
             self._lock = _own(Path(urlsplit(self._url).path))
@@ -253,8 +251,6 @@ def _at_fault(error: Exception) -> bool:
         return getattr(error, "code", None) in _CONTENT_CODES
     return isinstance(error, DataError | ValueError | TypeError | OverflowError)
 
-
-# Migrations ------------------------------------------------------------------------------------------------
 
 _RECORD = """
 CREATE TABLE IF NOT EXISTS migrations (name String, applied_at DateTime64(3, 'UTC') DEFAULT now64(3))

@@ -124,8 +124,6 @@ class Effects:
         except Exception as error:
             self._fail(error)
 
-    # -- dispatch ----------------------------------------------------------------------------------------
-
     async def _store_work(self, effect: events.StoreWork) -> None:
         refused = events.WorkRefused(effect.request_id, effect.attempt)
         try:
@@ -180,8 +178,6 @@ class Effects:
             log.debug("worker_did_not_answer", worker=worker, reason=str(error))
         if isinstance(order, CancelAttempt):
             self._feed(events.ControlAnswered(order.request_id, order.attempt, answer))
-
-    # -- ends --------------------------------------------------------------------------------------------
 
     async def _store_terminal(self, event: AttemptEvent) -> None:
         """Until some terminal event is stored; which one won comes back from ATTEMPTS."""
@@ -241,8 +237,6 @@ class Effects:
             await self._ack_request(effect.request_seq)
         if effect.work_seq:
             await self.delete(topology.WORK, effect.work_seq)
-
-    # -- removal -----------------------------------------------------------------------------------------
 
     async def _ack_request(self, seq: int) -> None:
         message = self.bodies.pop(seq)

@@ -127,8 +127,6 @@ class Recovery:
             except BusError as error:
                 log.warning("work_not_swept", model=self._core.model, reason=str(error))
 
-    # -- WORK --------------------------------------------------------------------------------------------
-
     async def _find_work(self) -> tuple[list[events.WorkFound], list[int]]:
         """What WORK holds, and instants from which on ends in ATTEMPTS count."""
         work: list[events.WorkFound] = []
@@ -154,8 +152,6 @@ class Recovery:
             return None
         request = msgspec.structs.replace(item.request, body=NOTHING)
         return events.WorkFound(msgspec.structs.replace(item, request=request), message.stream_seq)
-
-    # -- REQUESTS and ATTEMPTS ---------------------------------------------------------------------------
 
     def _on_request(self, message: Incoming) -> None:
         self._last_request_seq = max(self._last_request_seq, message.stream_seq)

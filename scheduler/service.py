@@ -104,8 +104,6 @@ class Scheduler:
         self._terms[model] = term
         await term.run()
 
-    # -- the registry ------------------------------------------------------------------------------------
-
     def _on_manifest(self, key: str, entry: KvEntry | None) -> None:
         if entry is None:
             if (campaign := self._campaigns.pop(subjects.decode(key), None)) is not None:

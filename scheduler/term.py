@@ -121,7 +121,6 @@ class Term:
         if not self._failed.done():
             self._failed.set_exception(error)
 
-    # -- what comes in -----------------------------------------------------------------------------------
     # Without the lease nothing is answered: the next owner gets the same question, and knows better.
 
     def _on_admission(self, message: Incoming) -> None:
@@ -155,8 +154,6 @@ class Term:
             owner = message.subject.removeprefix(subjects.STREAM_OWNER_HEARTBEATS)
             if (sign := decoded(_stream_owner_beat, message, "heartbeat_undecodable")) is not None:
                 self.feed(events.StreamOwnerSeen(msgspec.structs.replace(sign, stream_owner=owner)))
-
-    # -- time --------------------------------------------------------------------------------------------
 
     async def _beat(self) -> None:
         """Loopback heartbeats, by which the silence of others is counted."""

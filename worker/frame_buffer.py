@@ -76,8 +76,6 @@ class FrameBuffer:
         self._idle.set()
         self._closed = False
 
-    # Sending -----------------------------------------------------------------------------------------------
-
     def open(self, request: RequestEnvelope, attempt: int) -> AttemptFrames:
         """The attempt's frames; the same object until its end."""
         key = (request.request_id, attempt)
@@ -184,8 +182,6 @@ class FrameBuffer:
         self._ended.clear()
         self._kept_bytes = 0
         self._idle.set()
-
-    # Repair ------------------------------------------------------------------------------------------------
 
     def read(self, tenant: str, request: FramesRequest) -> FramesAnswer:
         """A page of an attempt's frames from ``from_seq`` on; unknown when another tenant's or gone."""

@@ -113,8 +113,6 @@ class Instance:
                 with contextlib.suppress(BusError):
                     await opened.close()
 
-    # Work --------------------------------------------------------------------------------------------------
-
     def _credit_now(self) -> int:
         return 0 if self.abandoned else self._credit()
 
@@ -125,8 +123,6 @@ class Instance:
     def _take_control(self, incoming: Incoming) -> None:
         if not self.abandoned:
             self._on_control(incoming)
-
-    # Frames ------------------------------------------------------------------------------------------------
 
     async def _publish(self, subject: str, data: bytes) -> None:
         """While the bus is away nothing is sent: who misses frames asks for them."""

@@ -82,8 +82,6 @@ class Worker:
         self._deliveries: dict[int, Incoming] = {}
         self._acks: set[asyncio.Task[None]] = set()
 
-    # What others call --------------------------------------------------------------------------------------
-
     def stop(self) -> None:
         """Drain, then return from ``run``."""
         self._stopping.set()
@@ -150,8 +148,6 @@ class Worker:
                     self._emptied.clear()
                     await self._emptied.wait()
 
-    # Steps -------------------------------------------------------------------------------------------------
-
     def _step(self, event: events.Event | EngineEvent) -> None:
         credit = self._core.credit()
         try:
@@ -193,8 +189,6 @@ class Worker:
                 self._tasks.create_task(self._rejoin())
                 self._leave()
 
-    # What arrives ------------------------------------------------------------------------------------------
-
     def _on_work(self, incoming: Incoming) -> None:
         try:
             item = _item.decode(incoming.data)
@@ -212,8 +206,6 @@ class Worker:
             _log.warning("control_undecodable", subject=incoming.subject, bytes=len(incoming.data), reason=str(error))
             return
         self._step(events.ControlAsked(request=request, asker=incoming))
-
-    # The end of an attempt ---------------------------------------------------------------------------------
 
     async def _store(self, effect: events.StoreEvent, instance: Instance) -> None:
         won = await attempt_store.store(self._bus, effect.event)
@@ -241,8 +233,6 @@ class Worker:
     def _acknowledged(self, task: asyncio.Task[None]) -> None:
         self._acks.discard(task)
         self._emptied.set()
-
-    # Eviction ----------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
         """Abort everything at once; nothing more is said under this name."""

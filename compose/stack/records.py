@@ -41,9 +41,6 @@ _QUARANTINED = Codec[Quarantined](Quarantined)
 _QUEUE_ANSWER = Codec[QueueAnswer](QueueAnswer)
 
 
-# Queues and quarantine ----------------------------------------------------------------------------------
-
-
 async def queue(bus: Bus, model: str) -> QueueAnswer:
     """Live queues of one model, from its scheduler."""
     return _QUEUE_ANSWER.decode(await bus.request(subjects.queues(model), b"{}"))
@@ -64,9 +61,6 @@ def _quarantine_subject(request_id: str) -> str:
     """Over all models; ``*`` for every request."""
     token = request_id if request_id == "*" else subjects.encode(check_name("request id", request_id))
     return f"quarantine.v1.*.{token}"
-
-
-# Usage --------------------------------------------------------------------------------------------------
 
 
 class _Answer(Protocol):
@@ -125,9 +119,6 @@ async def dead_letters(bus: Bus) -> list[DeadLetter]:
     return [
         _LETTER.decode(each.data) async for each in bus.jetstream.read(topology.DEAD_LETTERS, subjects.DEAD_ATTEMPTS)
     ]
-
-
-# Prices ----------------------------------------------------------------------------------------------------
 
 
 async def set_prices(bus: Bus, made: list[Price]) -> None:

@@ -194,8 +194,6 @@ class Stack:
         reasons = [f"{child.spec.name} ({child.reason or 'starting'})" for child in unready]
         return ", ".join(reasons) or "records on the bus"
 
-    # What is on the bus before services start --------------------------------------------------------------
-
     async def _keep_records(self, *, again: bool = False) -> None:
         """Topology, manifests, and the first tenants and keys. ``again``: only what is not there."""
         try:
@@ -244,8 +242,6 @@ class Stack:
             except ComposeError as error:
                 self._terminal.say(f"note: the records are not entered yet: {error}")
             await asyncio.sleep(RESTORE_S)
-
-    # Processes ---------------------------------------------------------------------------------------------
 
     def _add_nats(self) -> Child:
         binary = nats_config.nats_server()
@@ -326,8 +322,6 @@ class Stack:
             grace_s=GRACE_S[role],
         )
         return self.supervisor.add(spec)
-
-    # Where things are --------------------------------------------------------------------------------------
 
     @property
     def _url(self) -> str:

@@ -91,8 +91,6 @@ class JetStream:
     def __init__(self, session: Session) -> None:
         self.session = session
 
-    # Storing -----------------------------------------------------------------------------------------------
-
     async def store(
         self,
         subject: str,
@@ -156,8 +154,6 @@ class JetStream:
         """Delete every message on ``subject``, which may have wildcards; how many there were."""
         answer = await self.api(f"STREAM.PURGE.{stream}", {"filter": subject})
         return int(answer.get("purged", 0))
-
-    # Reading -----------------------------------------------------------------------------------------------
 
     async def last(self, stream: str, subject: str) -> Incoming | None:
         """The last message on ``subject``, by direct get; when that finds none, the leader is asked."""
@@ -267,8 +263,6 @@ class JetStream:
                 raise Unavailable(f"{about}: no such stream, or it is not ready")
             else:
                 raise BusError(f"{about}: {status} {message.headers.get('Description', '')}")
-
-    # The API -----------------------------------------------------------------------------------------------
 
     async def api(
         self, call: str, question: Mapping[str, Any] | None = None, *, timeout_s: float = API_TIMEOUT_S

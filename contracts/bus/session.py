@@ -158,8 +158,6 @@ class Session:
         """A subject under this session's inbox that nobody has used."""
         return self._client.new_inbox()
 
-    # Sending -----------------------------------------------------------------------------------------------
-
     async def publish(
         self, subject: str, data: bytes, *, headers: Mapping[str, str] | None = None, reply: str = ""
     ) -> None:
@@ -242,8 +240,6 @@ class Session:
         types.ACKS_UNCONFIRMED.inc()
         return False
 
-    # Receiving ---------------------------------------------------------------------------------------------
-
     async def subscribe(
         self,
         subject: str,
@@ -297,8 +293,6 @@ class Session:
             if await coming is not None:
                 return  # else it was lost in a reconnect
         raise Unavailable("the server does not answer")
-
-    # Staying alive -----------------------------------------------------------------------------------------
 
     async def wait_connected(self, timeout_s: float) -> bool:
         """Wait for a connection; whether there is one."""

@@ -19,9 +19,6 @@ class ApiObject(msgspec.Struct, kw_only=True):
     raw: msgspec.Raw = msgspec.Raw()
 
 
-# Chat and completions --------------------------------------------------------------------------------------
-
-
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """What a chunk adds to one choice, or a whole choice's message."""
 
@@ -87,9 +84,6 @@ class CompletionChunk(ApiObject):
         return "".join(choice.text for choice in self.choices if choice.index == 0)
 
 
-# Responses -------------------------------------------------------------------------------------------------
-
-
 class ResponseEvent(ApiObject):
     """One event of a streamed response, such as ``response.output_text.delta``."""
 
@@ -116,9 +110,6 @@ class ResponseAnswer(ApiObject):
         """Text of all messages in the output."""
         parts = [part for item in self.output if item["type"] == "message" for part in item["content"]]
         return "".join(part["text"] for part in parts if part["type"] == "output_text")
-
-
-# Messages --------------------------------------------------------------------------------------------------
 
 
 class MessageEvent(ApiObject):
@@ -149,9 +140,6 @@ class MessageAnswer(ApiObject):
     def text(self) -> str:
         """Text of all text blocks."""
         return "".join(block["text"] for block in self.content if block["type"] == "text")
-
-
-# Embeddings ------------------------------------------------------------------------------------------------
 
 
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):

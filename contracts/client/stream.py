@@ -118,8 +118,6 @@ class ClientStream(RelayedStream, Generic[A]):
         answers = [answer async for answer in self]
         return answers[0]  # The relay forwards exactly one, or the iteration raises.
 
-    # Reading ------------------------------------------------------------------------------------------------
-
     async def _read(self) -> AsyncGenerator[A, None]:
         try:
             if not self._ended:
@@ -178,8 +176,6 @@ class ClientStream(RelayedStream, Generic[A]):
         elif self._left.is_set():
             self._cancel("client_cancelled")
 
-    # Submitting ---------------------------------------------------------------------------------------------
-
     def _new_relay(self) -> Relay:
         return Relay(stream=self._stream, now_ms=int(time.monotonic() * 1000))
 
@@ -227,8 +223,6 @@ class ClientStream(RelayedStream, Generic[A]):
         refusal = _raised(answer.error or ErrorData(code="internal_error", message="Refused without a reason."))
         status = answer.status if answer.status >= 400 else refusal.status
         return refusal, status in _RETRIED
-
-    # For the subscriber -------------------------------------------------------------------------------------
 
     def on_chunk(self, data: msgspec.Raw | bytes, now: float) -> bool:
         chunk = bytes(data)

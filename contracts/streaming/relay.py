@@ -125,8 +125,6 @@ class Relay:
         self._unreachable_since_ms: int | None = None
         self._unknown_count = 0
 
-    # Events -------------------------------------------------------------------------------------------------
-
     def on_frame(self, worker: str, frame: Frame, now_ms: int, epoch: Epoch = NO_EPOCH) -> Effects:
         """A frame of this stream arrived in a ReplyMessage with these ``worker`` and ``epoch``."""
         locked = self._locked
@@ -207,8 +205,6 @@ class Relay:
             effects.append(AskStatus())
         return effects
 
-    # Frames of the scheduler --------------------------------------------------------------------------------
-
     def _on_scheduler_frame(self, frame: Frame, epoch: Epoch) -> Effects:
         if epoch < self._epoch:
             return NOTHING
@@ -228,8 +224,6 @@ class Relay:
         except msgspec.MsgspecError:
             return self._fail(_broken("The scheduler sent a malformed frame."))
         return NOTHING
-
-    # Frames of workers --------------------------------------------------------------------------------------
 
     def _on_worker_frames(self, worker: str, attempt: int, frames: Sequence[Frame], now_ms: int) -> Effects:
         """Frames of one generation, live or repaired."""
@@ -318,8 +312,6 @@ class Relay:
             effects.append(Forward(generation.answer))
         effects.extend(self._finish(end))
 
-    # Answers ------------------------------------------------------------------------------------------------
-
     def _on_unreachable(self, now_ms: int) -> Effects:
         self._silence_ms = self._settings.status_again_ms
         if self._unreachable_since_ms is None:
@@ -378,8 +370,6 @@ class Relay:
             return NOTHING
         return [self._ask_frames(generation, now_ms)]
 
-    # Questions ----------------------------------------------------------------------------------------------
-
     def _may_ask(self, generation: Generation, now_ms: int) -> bool:
         return generation.may_ask(now_ms, self._settings.repair_again_ms, self._settings.answer_ms_max)
 
@@ -391,8 +381,6 @@ class Relay:
         if self._status_asked_at_ms is not None:
             return now_ms - self._status_asked_at_ms >= self._settings.answer_ms_max
         return now_ms - self._quiet_since_ms >= self._silence_ms
-
-    # Ends ---------------------------------------------------------------------------------------------------
 
     def _void_below(self, attempt: int, error: ErrorData) -> Effects:
         """Attempts below ``attempt`` are void; fails with ``error`` when the caller has seen some of one."""

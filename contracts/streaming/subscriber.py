@@ -136,8 +136,6 @@ class Subscriber:
             await self._subscription.close()
             await self._beat(leaving=True)
 
-    # Streams --------------------------------------------------------------------------------------------------
-
     def open(self, stream: RelayedStream) -> None:
         """Listen for the stream's frames, until ``leave``. Before the request is submitted or stored."""
         self._streams[stream.name] = stream
@@ -167,8 +165,6 @@ class Subscriber:
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run ``work`` to its end whoever waits for it; ``close`` gives it CLOSE_S_MAX."""
         return _kept(self._works, work)
-
-    # Frames ---------------------------------------------------------------------------------------------------
 
     def _on_reply(self, message: Incoming) -> None:
         try:
@@ -205,8 +201,6 @@ class Subscriber:
             elif type(effect) is AskStatus:
                 REPAIRS.labels("status").inc()
                 _kept(self._questions, self._ask_status(stream))
-
-    # Questions ------------------------------------------------------------------------------------------------
 
     async def _ask_frames(self, stream: RelayedStream, ask: AskFrames) -> None:
         question = FramesRequest(request_id=stream.request_id, attempt=ask.attempt, from_seq=ask.from_seq)
@@ -251,8 +245,6 @@ class Subscriber:
             await asyncio.sleep(CANCEL_PAUSE_S)
         log.warning("cancel_unconfirmed", request_id=question.request_id, reason=question.reason)
         return False
-
-    # Time -----------------------------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
         if self._bus.closed.is_set():

@@ -51,9 +51,6 @@ def travelling(fields: dict[str, Any], kind: type[msgspec.Struct], left_out: set
     return {name: fields[name] for name in kind.__struct_fields__ if name in fields and name not in left_out}
 
 
-# Refusals --------------------------------------------------------------------------------------------------
-
-
 def refuse(param: str, message: str) -> NoReturn:
     """Raises HeadraceError (invalid_request) about the field ``param``."""
     raise HeadraceError("invalid_request", f"{param}: {message}", param=param)
@@ -88,9 +85,6 @@ def invalid(error: msgspec.ValidationError) -> HeadraceError:
     param = ".".join(steps).replace("[...]", "") or None
     reason = _PATH.sub("", text)
     return HeadraceError("invalid_request", f"{param}: {reason}." if param else f"{reason}.", param=param)
-
-
-# Values ----------------------------------------------------------------------------------------------------
 
 
 def check_temperature(value: float | None) -> None:

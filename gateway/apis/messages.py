@@ -121,9 +121,6 @@ class MessagesBody(CountBody, kw_only=True):
     max_tokens: Positive
 
 
-# Validation ------------------------------------------------------------------------------------------------
-
-
 def _valid(fields: dict[str, Any], kind: type[CountBody]) -> ValidBody:
     body = converted(fields, kind)
     max_tokens = body.max_tokens if isinstance(body, MessagesBody) else None
@@ -161,9 +158,6 @@ def _check_block(where: str, role: str, block: ContentBlock) -> None:
         refuse(where, "Results of tools come in messages with the role 'user'.")
     if role == "system" and block.type != "text":
         refuse(where, "A message with the role 'system' holds text.")
-
-
-# The prompt ------------------------------------------------------------------------------------------------
 
 
 def chat(fields: dict[str, Any], system_first: bool) -> dict[str, Any]:
@@ -242,9 +236,6 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
         "strict": tool.get("strict"),
     }
     return {"type": "function", "function": function}
-
-
-# Events and errors -----------------------------------------------------------------------------------------
 
 
 class AnthropicErrorDetail(msgspec.Struct):

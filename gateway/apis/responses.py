@@ -104,9 +104,6 @@ class ResponsesBody(Sampling, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-# Validation ------------------------------------------------------------------------------------------------
-
-
 def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> ValidBody:
     refuse_fields(fields, _STATEFUL)
     body, complexity = converted(fields, ResponsesBody), ComplexityLimit()
@@ -145,9 +142,6 @@ def _check_item(where: str, item: InputItem) -> None:
         refuse(f"{where}.encrypted_content", "Encrypted reasoning is not offered.")
     for name in ("content", "output", "summary"):
         check_parts(f"{where}.{name}", getattr(item, name))
-
-
-# The prompt ------------------------------------------------------------------------------------------------
 
 
 def chat(fields: dict[str, Any], system_first: bool) -> dict[str, Any]:
@@ -208,9 +202,6 @@ def _first_text(content: str | list[dict[str, Any]]) -> str:
         return content
     text: str = content[0].get("text") or ""
     return text
-
-
-# Events and errors -----------------------------------------------------------------------------------------
 
 
 def _error_event(error: ErrorData, request_id: str, attempt: int, number: int) -> bytes:

@@ -77,9 +77,6 @@ class Sampling(msgspec.Struct, kw_only=True):
             self.structured_outputs.check("structured_outputs", complexity)
 
 
-# What chat and completions share beside it ----------------------------------------------------------------
-
-
 class StreamOptions(msgspec.Struct):
     """What a stream tells beside the answer."""
 

@@ -162,9 +162,6 @@ def _check_tag(where: str, tag: Any, complexity: ComplexityLimit) -> None:
             waiting += node
 
 
-# Tools -----------------------------------------------------------------------------------------------------
-
-
 def check_tools(
     where: str,
     tools: Sequence[tuple[str, dict[str, Any] | None]],
@@ -188,8 +185,6 @@ def check_tools(
     for number, (_, schema) in enumerate(tools if mode != "none" else ()):
         check_schema(where.format(number), schema or {}, complexity)
 
-
-# JSON schemas ----------------------------------------------------------------------------------------------
 
 _TYPES = {"string", "number", "integer", "boolean", "null", "array", "object"}
 _SCHEMA = ("additionalProperties", "unevaluatedProperties", "propertyNames", "unevaluatedItems", "contains", "not")

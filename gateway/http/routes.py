@@ -29,9 +29,6 @@ def build(services: Services, inference: Inference, routers: Iterable[APIRouter]
     return Edge(app, cors_origins=services.config.cors_origins)
 
 
-# Models ----------------------------------------------------------------------------------------------------
-
-
 class Model(msgspec.Struct, kw_only=True):
     """A model as OpenAI lists it."""
 
@@ -80,9 +77,6 @@ async def count_tokens(
 ) -> TokenCount:
     """Anthropic: input tokens of a message; nothing is charged."""
     return TokenCount(await services.intake.count(messages.COUNT, caller.tenant, body))
-
-
-# Health ----------------------------------------------------------------------------------------------------
 
 
 class Health(msgspec.Struct):

@@ -44,9 +44,6 @@ class Listed(msgspec.Struct, Generic[T]):
     object: Literal["list"] = "list"
 
 
-# Parameters of handlers ------------------------------------------------------------------------------------
-
-
 async def services_of(request: Request) -> Services:
     """What ``routes.build`` was given."""
     found: Services = request.app.state.services
@@ -88,9 +85,6 @@ class BodyReader:
             raise fields.invalid(error) from error
         except (msgspec.DecodeError, RecursionError) as error:
             raise HeadraceError("invalid_json", f"The body is not JSON: {error}") from error
-
-
-# Routes ----------------------------------------------------------------------------------------------------
 
 
 class TypedRoute(APIRoute):

@@ -34,8 +34,6 @@ OFFSET_MAX = 10_000_000
 
 A = TypeVar("A", UsageAnswer, LatencyAnswer)
 
-# Parameters ------------------------------------------------------------------------------------------------
-
 
 def _split(given: list[str]) -> list[str]:
     """From ``by=day&by=model`` or ``by=day,model``: each name once."""
@@ -108,9 +106,6 @@ class AllLatency(OwnLatency, extra="forbid"):
     tenant: str | None = Field(None, min_length=1, description="Only this tenant's usage.")
 
 
-# Answers ---------------------------------------------------------------------------------------------------
-
-
 class Rows(msgspec.Struct, kw_only=True):
     """One page: rows of what was asked for by, and figures."""
 
@@ -161,9 +156,6 @@ async def all_usage(services: ServicesDep, asked: Annotated[AllUsage, Query()]) 
 async def all_latency(services: ServicesDep, asked: Annotated[AllLatency, Query()]) -> Rows:
     """How long requests took: quantiles of each span."""
     return await _latency(services.bus, asked, asked.tenant)
-
-
-# Questions to the ledger -----------------------------------------------------------------------------------
 
 
 async def _usage(bus: Bus, asked: OwnUsage, tenant: str | None) -> PricedRows:

@@ -248,7 +248,6 @@ def _developer_to_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]
     return [{"role": "system", "content": "\n\n".join(system)}, *others]
 
 
-# Whether the template walks over content parts itself ------------------------------------------------------
 # The same static look at the template's tree as vLLM's, so that both sides decide alike.
 
 

@@ -56,8 +56,6 @@ class GatewayStream(RelayedStream):
         self._latency = metrics.INTER_TOKEN.of(envelope.model)
         self._event = APIS[envelope.endpoint].format.event
 
-    # For the writer -------------------------------------------------------------------------------------------
-
     @property
     def ended(self) -> bool:
         """No more will come; what is pending may still be taken."""
@@ -80,8 +78,6 @@ class GatewayStream(RelayedStream):
         self._pending = []
         self._pending_bytes = 0
         return pending[0] if len(pending) == 1 else b"".join(pending)
-
-    # For the subscriber ---------------------------------------------------------------------------------------
 
     def on_chunk(self, data: msgspec.Raw | bytes, now: float) -> bool:
         if self.first_chunk_at:

@@ -71,9 +71,6 @@ class Query(NamedTuple):
     parameters: dict[str, object]
 
 
-# What a plan is made of ------------------------------------------------------------------------------------
-
-
 def state(from_ms: int, to_ms: int) -> Query:
     """Marks and builds of the days that a range touches.
 
@@ -148,9 +145,6 @@ def usage_source(plan: Plan, condition: str = "1") -> str:
             f" FROM attempts FINAL WHERE {where} GROUP BY start, {keys}"
         )
     return " UNION ALL ".join(parts)
-
-
-# Usage and money -------------------------------------------------------------------------------------------
 
 
 def usage(query: UsageQuery, plan: Plan) -> Query:
@@ -236,9 +230,6 @@ def invoice(plan: Plan, tenant: str) -> Query:
     return Query(text, {"tenant": tenant})
 
 
-# One request -----------------------------------------------------------------------------------------------
-
-
 def request(request_id: int, requested_at_ms: int, tenant: str | None, columns: Sequence[str]) -> Query:
     """All attempts of one request, in order: ``columns`` (instants in Unix ms), then currency and amount."""
     shown = [f"toUnixTimestamp64Milli(a.{name})" if name.endswith("_at") else f"a.{name}" for name in columns]
@@ -258,8 +249,6 @@ def request(request_id: int, requested_at_ms: int, tenant: str | None, columns: 
     )
     return Query(text, parameters)
 
-
-# Latency ---------------------------------------------------------------------------------------------------
 
 _HAPPENED = "toUnixTimestamp64Milli({}) > 0"
 _SPAN = "greatest(0., toFloat64(toUnixTimestamp64Milli({1}) - toUnixTimestamp64Milli({0})))"
@@ -330,9 +319,6 @@ def latency(query: LatencyQuery, plan: Plan) -> Query:
     return Query(text, parameters)
 
 
-# Builds ----------------------------------------------------------------------------------------------------
-
-
 def build(level: Level, number: int, day_s: int, plan: Plan) -> list[Query]:
     """Statements that add the rows of builds; they count only when ``finish_build`` has been done.
 
@@ -373,8 +359,6 @@ def stale(level: Level, before: int) -> str:
     counting = f"SELECT start, build FROM rollup_builds FINAL WHERE level = '{level}'"
     return f"build < {before} AND (start, build) NOT IN ({counting})"
 
-
-# Prices ----------------------------------------------------------------------------------------------------
 
 PRICE_COLUMNS = ("model", "tier", "valid_from", "currency", "input", "cached_input", "output", "reasoning")
 

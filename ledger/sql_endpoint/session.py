@@ -91,8 +91,6 @@ class Sessions:
                 self._killer.submit(self._kill, mark, running)
             raise
 
-    # In the threads ----------------------------------------------------------------------------------------
-
     def _answer(self, query: str, parameters: Mapping[str, str], mark: str) -> Result:
         started = time.monotonic()
         try:

@@ -69,8 +69,6 @@ class Core(Lifecycle):
         self._handlers[type(event)](event)
         return self.effects
 
-    # -- admission ---------------------------------------------------------------------------------------
-
     def _admission_asked(self, event: events.AdmissionAsked) -> None:
         asked = event.asked
         known = self.requests.get(asked.request_id)
@@ -120,8 +118,6 @@ class Core(Lifecycle):
     def _expires_at_ms(self, request: Request) -> int:
         return request.envelope.publish_by_ms + self.settings.expiry_margin_ms
 
-    # -- what the streams hold ---------------------------------------------------------------------------
-
     def _request_stored(self, event: events.RequestStored) -> None:
         request = self.requests.get(event.envelope.request_id)
         if request is None:
@@ -147,8 +143,6 @@ class Core(Lifecycle):
 
     def _recovered(self, event: events.Recovered) -> None:
         self._takeover.finish()
-
-    # -- what was asked of WORK and ATTEMPTS -------------------------------------------------------------
 
     def awaits_work(self, effect: events.StoreWork) -> Request | None:
         """The request of an effect that is still wanted; None when its attempt has ended meanwhile."""
@@ -211,8 +205,6 @@ class Core(Lifecycle):
         self.leave_queue(request)
         self.settle(request, event)
 
-    # -- cancel and status -----------------------------------------------------------------------------
-
     def _cancel_asked(self, event: events.CancelAsked) -> None:
         request_id = event.asked.request_id
         request = self.requests.get(request_id)
@@ -238,8 +230,6 @@ class Core(Lifecycle):
 
     def _status_asked(self, event: events.StatusAsked) -> None:
         self.do(events.AnswerStatus(event.handle, views.status(self, event.tenant, event.request_id)))
-
-    # -- workers and stream owners -----------------------------------------------------------------------
 
     def _worker_seen(self, event: events.WorkerSeen) -> None:
         beat = event.beat
@@ -302,8 +292,6 @@ class Core(Lifecycle):
                 message = f"Worker {worker.beat.worker} {why}."
                 self.propose_end(request, "lost", "worker_lost", message, worker_died=True)
 
-    # -- time ------------------------------------------------------------------------------------------
-
     def _time_passed(self, event: events.TimePassed) -> None:
         now = self.now_ms
         while self.deadlines and self.deadlines[0][0] <= now:
@@ -335,8 +323,6 @@ class Core(Lifecycle):
                 picked_up = request_id in worker.in_flight or request.was_in_flight
                 if request.state is State.DISPATCHED and overdue and not picked_up:
                     self.propose_end(request, "lost", "worker_lost", "The attempt did not reach its worker.")
-
-    # -- settings --------------------------------------------------------------------------------------
 
     def _tenant_changed(self, event: events.TenantChanged) -> None:
         self.admission.set_tenant(event.name, event.record, self.now_ms)

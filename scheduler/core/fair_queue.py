@@ -171,8 +171,6 @@ class FairQueue:
         share = self.shares.get(tenant)
         return 0.0 if share is None else max(0.0, share.counter - self._lowest_active())
 
-    # -- inner -------------------------------------------------------------------------------------------
-
     def _share(self, tenant: str) -> Share:
         share = self.shares.get(tenant)
         if share is None:

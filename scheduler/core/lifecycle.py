@@ -67,8 +67,6 @@ class Lifecycle:
         """Add an effect of the present step."""
         self.effects.append(effect)
 
-    # -- the queue ---------------------------------------------------------------------------------------
-
     def admit(self, request: Request) -> None:
         """Reserve for a new request, which was checked, and wait for its message."""
         self.admission.reserve(request, self.now_ms)
@@ -118,8 +116,6 @@ class Lifecycle:
             self.now_ms,
         )
         heapq.heappush(self.deadlines, (envelope.deadline_at_ms, request.id))
-
-    # -- dispatch ----------------------------------------------------------------------------------------
 
     def dispatch(self) -> None:
         """Place what waits, in fair order, while a worker has room."""
@@ -209,8 +205,6 @@ class Lifecycle:
         if request.request_seq:
             self.do(events.AckRequest(request.request_seq))
             request.request_seq = 0
-
-    # -- ends --------------------------------------------------------------------------------------------
 
     def propose_end(
         self, request: Request, outcome: Outcome, code: str, message: str, *, worker_died: bool = False
@@ -346,8 +340,6 @@ class Lifecycle:
         if reply.subject:
             frame = Frame(stream=reply.stream, attempt=request.open_attempt, seq=-1, kind=kind, data=msgspec.Raw(data))
             self.do(events.SendFrame(reply.subject, frame))
-
-    # -- cancel ------------------------------------------------------------------------------------------
 
     def cancel(self, request: Request, reason: str) -> None:
         """End it where it is; a second cancel changes nothing."""

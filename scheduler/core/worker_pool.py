@@ -112,8 +112,6 @@ class WorkerPool:
         self._reserved_for: dict[str, str] = {}
         """Worker -> the large request that it is reserved for."""
 
-    # -- who is there ------------------------------------------------------------------------------------
-
     def seen(self, beat: WorkerHeartbeat) -> tuple[Worker, list[Progress]]:
         """Take in a heartbeat; gives the worker and the progress of its attempts in flight."""
         worker = self.workers.get(beat.worker)
@@ -161,8 +159,6 @@ class WorkerPool:
     def unacknowledged(self) -> bool:
         """Whether some worker has not acknowledged the epoch; a takeover waits until it has, or is lost."""
         return any(worker.beat.epoch < self._epoch for worker in self.workers.values())
-
-    # -- placing -----------------------------------------------------------------------------------------
 
     def has_room(self) -> bool:
         """Whether some worker has a free slot."""

@@ -48,8 +48,6 @@ class WorkerCore:
         self._history: deque[tuple[str, Key | None]] = deque(maxlen=64)
         self._effects: list[Effect] = []
 
-    # What the shell reads ----------------------------------------------------------------------------------
-
     def credit(self) -> int:
         """Attempts that may be pulled now; none while one waits here: what is in WORK can be taken back."""
         if self.state != "ready" or self.attempts.waiting or not self.worker:
@@ -66,8 +64,6 @@ class WorkerCore:
             )
             for attempt in self.attempts
         ]
-
-    # Steps -------------------------------------------------------------------------------------------------
 
     def step(self, event: Event | EngineEvent, now_ms: int) -> list[Effect]:
         """What to do about ``event``. ``now_ms``: Unix ms, only written into terminal events."""
@@ -128,8 +124,6 @@ class WorkerCore:
         if theirs and self._fingerprint and theirs != self._fingerprint:
             return outcomes.other_tokenizer(theirs, self._fingerprint)
         return None
-
-    # The lifecycle of an attempt ---------------------------------------------------------------------------
 
     def _end(self, attempt: InFlight, outcome: AttemptOutcome) -> None:
         """Decide how an attempt ends; the first decision holds."""
@@ -201,8 +195,6 @@ class WorkerCore:
             raise BrokenLifecycle(f"{key} is {stage}, expected {stages}; before: {list(self._history)}")
         return attempt
 
-    # Orders ------------------------------------------------------------------------------------------------
-
     def _asked(self, event: events.ControlAsked) -> None:
         request = event.request
         if request.epoch < self.epoch:
@@ -249,8 +241,6 @@ class WorkerCore:
         self._end_each(self.attempts.not_started(), outcomes.SHUTTING_DOWN)
         self._effects.append(events.SendHeartbeat())
 
-    # The engine --------------------------------------------------------------------------------------------
-
     def _engine_started(self, event: EngineStarted) -> None:
         self.attempts.slots, self.attempts.kv_tokens = event.slots, event.kv_tokens
         self._stalls.restart()
@@ -277,8 +267,6 @@ class WorkerCore:
             return
         for attempt in stalled:
             self._end(attempt, outcomes.STALLED)
-
-    # Checks ------------------------------------------------------------------------------------------------
 
     def violations(self) -> Iterator[str]:
         """Rules that do not hold now; tests look after every step."""

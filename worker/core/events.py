@@ -13,8 +13,6 @@ from worker.engines.base import Counts, EngineFailure
 Key = tuple[str, int]
 """(request_id, attempt)"""
 
-# Events ----------------------------------------------------------------------------------------------------
-
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Something that happened; what happens to the engine is an EngineEvent."""
@@ -66,9 +64,6 @@ class DrainStarted(Event, frozen=True, kw_only=True):
 
 class GraceEnded(Event, frozen=True, kw_only=True):
     """The time for the graceful drain is over."""
-
-
-# Effects ---------------------------------------------------------------------------------------------------
 
 
 class Effect(msgspec.Struct, frozen=True, kw_only=True):

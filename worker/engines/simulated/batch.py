@@ -162,8 +162,6 @@ class Batch:
             preemptions_total=self._preemptions,
         )
 
-    # Slots and KV ------------------------------------------------------------------------------------------
-
     def _fill_slots(self, now: float) -> None:
         """In order of arrival, while a slot and KV are free. What exceeds the whole cache runs alone."""
         while self._waiting and len(self._running) < self._slots:
@@ -203,8 +201,6 @@ class Batch:
                 return False
         return True
 
-    # Prefill and its cache ---------------------------------------------------------------------------------
-
     def _begin_prefill(self, now: float) -> None:
         if self._prefills:
             sequence = self._prefills[0]
@@ -229,8 +225,6 @@ class Batch:
             self._cache[block] = None
         while len(self._cache) > self._kv_tokens // BLOCK:
             self._cache.popitem(last=False)
-
-    # Tokens ------------------------------------------------------------------------------------------------
 
     def _give(self, sequence: Sequence, now: float) -> EventKind | None:
         """The sequence's next event; None when it stalls or is preempted."""
