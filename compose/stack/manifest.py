@@ -1,6 +1,7 @@
 """The manifest of a model that this machine can serve: what it is called, what it can do, where its files lie."""
 
 from compose.stack.data_dir import ComposeError, Engine
+from compose.stack.terminal import Terminal
 from contracts import clock, registry
 from contracts.messages.records import Manifest
 
@@ -33,11 +34,13 @@ def make_manifest(engine: Engine, name: str, sim_context: int) -> Manifest:
         )
     from compose.stack import models
 
+    terminal = Terminal(stderr=True)
     try:
-        with models.console_progress() as progress:
-            prepared = models.prepare(name, progress=progress)
+        prepared = models.prepare(name, progress=terminal.show)
     except models.ModelError as error:
         raise ComposeError(str(error)) from error
+    finally:
+        terminal.show("")
     return Manifest(
         name=registry.check_name("model name", prepared.name),
         version=prepared.version,

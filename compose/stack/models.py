@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from contracts.messages.base import Endpoint
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -123,17 +121,6 @@ def tokenizer_fingerprint(path: Path) -> str:
     digest = hashlib.sha256((path / "tokenizer.json").read_bytes())
     digest.update(b"\0" + (read_chat_template(path) or "").encode())
     return digest.hexdigest()
-
-
-@contextmanager
-def console_progress(console: Console | None = None) -> Iterator[Callable[[str], None]]:
-    """Give a `progress` that is a spinner on a terminal and plain lines elsewhere, on standard error."""
-    console = console or Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
-        return
-    with console.status("") as status:
-        yield status.update
 
 
 def _default_model(progress: Callable[[str], None]) -> Path:

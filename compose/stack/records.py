@@ -3,8 +3,9 @@
 Tenants, keys and models are contracts.registry's. Raises ComposeError where the ledger refuses.
 """
 
+from collections.abc import AsyncIterator
 from decimal import Decimal, InvalidOperation
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -25,12 +26,17 @@ from contracts.messages.usage import (
     LatencyDimension,
     LatencyQuery,
     LatencyRow,
+    LedgerAnswer,
+    RangeQuery,
     UsageAnswer,
     UsageDimension,
     UsageQuery,
     UsageRow,
 )
 from contracts.registry import check_name
+
+A = TypeVar("A", bound=LedgerAnswer)
+P = TypeVar("P", UsageAnswer, LatencyAnswer)
 
 TIMEOUT_S = 40.0
 """Longer than a ledger lets a question take."""
@@ -63,14 +69,6 @@ def _quarantine_subject(request_id: str) -> str:
     return f"quarantine.v1.*.{token}"
 
 
-class _Answer(Protocol):
-    @property
-    def error(self) -> str: ...
-
-
-A = TypeVar("A", bound=_Answer)
-
-
 async def _ask(bus: Bus, question: str, query: Message, kind: type[A]) -> A:
     data = await bus.request(subjects.usage_all(question), msgspec.json.encode(query), timeout_s=TIMEOUT_S)
     answer = msgspec.json.decode(data, type=kind)
@@ -83,25 +81,27 @@ async def usage(
     bus: Bus, by: list[UsageDimension], from_at_ms: int, to_at_ms: int, tenant: str | None = None
 ) -> tuple[list[UsageRow], str]:
     """All rows of the range, and the currency of their amounts."""
-    rows: list[UsageRow] = []
-    while True:
-        query = UsageQuery(from_at_ms=from_at_ms, to_at_ms=to_at_ms, by=by, tenant=tenant, offset=len(rows))
-        answer = await _ask(bus, "usage", query, UsageAnswer)
-        rows += answer.rows
-        if not answer.has_more or not answer.rows:
-            return rows, answer.currency
+    query = UsageQuery(from_at_ms=from_at_ms, to_at_ms=to_at_ms, by=by, tenant=tenant)
+    pages = [answer async for answer in _pages(bus, "usage", query, UsageAnswer)]
+    return [row for answer in pages for row in answer.rows], pages[-1].currency
 
 
 async def latency(
     bus: Bus, by: list[LatencyDimension], from_at_ms: int, to_at_ms: int, tenant: str | None = None
 ) -> list[LatencyRow]:
-    rows: list[LatencyRow] = []
-    while True:
-        query = LatencyQuery(from_at_ms=from_at_ms, to_at_ms=to_at_ms, by=by, tenant=tenant, offset=len(rows))
-        answer = await _ask(bus, "latency", query, LatencyAnswer)
-        rows += answer.rows
-        if not answer.has_more or not answer.rows:
-            return rows
+    """All rows of the range."""
+    query = LatencyQuery(from_at_ms=from_at_ms, to_at_ms=to_at_ms, by=by, tenant=tenant)
+    return [row async for answer in _pages(bus, "latency", query, LatencyAnswer) for row in answer.rows]
+
+
+async def _pages(bus: Bus, question: str, query: RangeQuery, kind: type[P]) -> AsyncIterator[P]:
+    """All pages of an answer, one at least."""
+    offset, more = 0, True
+    while more:
+        answer = await _ask(bus, question, msgspec.structs.replace(query, offset=offset), kind)
+        yield answer
+        offset += len(answer.rows)
+        more = answer.has_more and bool(answer.rows)
 
 
 async def invoice(bus: Bus, tenant: str, month: str) -> Invoice:

@@ -19,8 +19,8 @@ def quiet_logs() -> None:
 class Terminal:
     """Lines stay; the status is replaced by the next one and goes away with the last."""
 
-    def __init__(self) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
+    def __init__(self, *, stderr: bool = False) -> None:
+        self._console = Console(stderr=stderr, highlight=False, soft_wrap=True)
         self._status: Status | None = None
 
     def say(self, text: str) -> None:

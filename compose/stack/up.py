@@ -11,6 +11,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -65,20 +67,13 @@ def run(options: Options, data_dir: Path) -> int:
         manifests = [make_manifest(options.engine, name, options.sim_context) for name in options.models]
         if len({manifest.name for manifest in manifests}) < len(manifests):
             raise ComposeError("two of the models have the same name")
-        return asyncio.run(_run(options, directory, ports, shared, manifests, terminal))
+        return asyncio.run(_run(partial(Stack, options, directory, ports, shared, manifests, terminal), terminal))
     finally:
         os.close(lock)
 
 
-async def _run(
-    options: Options,
-    directory: DataDir,
-    ports: Ports,
-    shared_port: int,
-    manifests: list[Manifest],
-    terminal: Terminal,
-) -> int:
-    stack = Stack(options, directory, ports, shared_port, manifests, terminal)
+async def _run(make: "Callable[[], Stack]", terminal: Terminal) -> int:
+    stack = make()
     stopping = asyncio.Event()
 
     def interrupted() -> None:
