@@ -93,13 +93,7 @@ CHANNELS = (
         ["service"],
         summary="Frames of a tenant's own service, on the reply subject that it named.",
     ),
-    Channel(
-        "gatewayReplyInbox",
-        subjects.gateway_reply_inbox,
-        [ReplyMessage],
-        ["worker", "scheduler"],
-        ["gateway"],
-    ),
+    Channel("gatewayReplyInbox", subjects.gateway_reply_inbox, [ReplyMessage], ["worker", "scheduler"], ["gateway"]),
     Channel("cancel", subjects.cancel, [CancelRequest], ["service", "gateway"], ["scheduler"], [CancelAnswer]),
     Channel("status", subjects.status, [StatusRequest], ["service", "gateway"], ["scheduler"], [StatusAnswer]),
     Channel("frames", subjects.frames, [FramesRequest], ["service", "gateway"], ["worker"], [FramesAnswer]),
@@ -134,13 +128,7 @@ CHANNELS = (
     ),
     Channel("control", subjects.control, [Announce, CancelAttempt, Evict], ["scheduler"], ["worker"], [ControlAnswer]),
     Channel("queues", subjects.queues, [], ["gateway", "operator"], ["scheduler"], [QueueAnswer]),
-    Channel(
-        "workerHeartbeat",
-        subjects.worker_heartbeat,
-        [WorkerHeartbeat],
-        ["worker"],
-        ["scheduler"],
-    ),
+    Channel("workerHeartbeat", subjects.worker_heartbeat, [WorkerHeartbeat], ["worker"], ["scheduler"]),
     Channel("loopbackHeartbeat", subjects.loopback_heartbeat, [LoopbackHeartbeat], ["scheduler"], ["scheduler"]),
     Channel("quarantine", subjects.quarantine, [Quarantined], ["scheduler"], ["operator"], stream=topology.QUARANTINE),
     Channel(
@@ -192,10 +180,7 @@ def document() -> dict[str, Any]:
         "defaultContentType": "application/json",
         "channels": {name: described for channel in CHANNELS for name, described in _channels(channel)},
         "operations": {name: operation for channel in CHANNELS for name, operation in _operations(channel)},
-        "components": {
-            "messages": {kind.__name__: _message(kind) for kind in _by_name(kinds)},
-            "schemas": schemas,
-        },
+        "components": {"messages": {kind.__name__: _message(kind) for kind in _by_name(kinds)}, "schemas": schemas},
     }
 
 

@@ -50,14 +50,7 @@ TABLE: dict[str, ErrorSpec] = {
 class HeadraceError(Exception):
     """An error with a code of TABLE. ``param`` names the offending field; ``retry_after_s`` is computed."""
 
-    def __init__(
-        self,
-        code: str,
-        message: str,
-        *,
-        param: str | None = None,
-        retry_after_s: int | None = None,
-    ) -> None:
+    def __init__(self, code: str, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.message = message

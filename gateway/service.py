@@ -101,8 +101,7 @@ class Gateway:
             return
         _log.warning("gateway_drained", cut_off=len(self._hub))
         self._hub.fail_all(
-            ErrorData(code="shutting_down", message="The server shut down before the answer was complete."),
-            "shutdown",
+            ErrorData(code="shutting_down", message="The server shut down before the answer was complete."), "shutdown"
         )
         await self._inference.finished(LAST_EVENTS_S)
 

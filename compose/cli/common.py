@@ -24,8 +24,7 @@ CONNECT_TIMEOUT_S = 5.0
 DataDirOption = Annotated[
     Path | None,
     typer.Option(
-        "--data-dir",
-        help="Data directory of the stack; else HEADRACE_NATS_URL, HEADRACE_DATA_DIR or .headrace.",
+        "--data-dir", help="Data directory of the stack; else HEADRACE_NATS_URL, HEADRACE_DATA_DIR or .headrace."
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON alone on standard output.")]

@@ -20,17 +20,14 @@ def price_set(
     input_price: Annotated[str, typer.Option("--input", metavar="PRICE", help="For a million prompt tokens.")],
     output_price: Annotated[str, typer.Option("--output", metavar="PRICE", help="For a million completion tokens.")],
     cached: Annotated[
-        str | None,
-        typer.Option("--cached", metavar="PRICE", help="For cached prompt tokens.", show_default="as input"),
+        str | None, typer.Option("--cached", metavar="PRICE", help="For cached prompt tokens.", show_default="as input")
     ] = None,
     reasoning: Annotated[
-        str | None,
-        typer.Option("--reasoning", metavar="PRICE", help="For reasoning tokens.", show_default="as output"),
+        str | None, typer.Option("--reasoning", metavar="PRICE", help="For reasoning tokens.", show_default="as output")
     ] = None,
     tier: Annotated[Priority | None, typer.Option(help="Priority class.", show_default="both")] = None,
     start: Annotated[
-        str | None,
-        typer.Option("--from", metavar="DAY", help="UTC day from which it holds.", show_default="tomorrow"),
+        str | None, typer.Option("--from", metavar="DAY", help="UTC day from which it holds.", show_default="tomorrow")
     ] = None,
     currency: Annotated[str, typer.Option(help="The same for all prices.")] = "USD",
     backdate: Annotated[

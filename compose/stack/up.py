@@ -17,17 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from compose.stack import nats_config
-from compose.stack.data_dir import (
-    ROLES,
-    ComposeError,
-    DataDir,
-    Options,
-    Role,
-    Run,
-    Secrets,
-    read_pepper,
-    write_private,
-)
+from compose.stack.data_dir import ROLES, ComposeError, DataDir, Options, Role, Run, Secrets, read_pepper, write_private
 from compose.stack.manifest import make_manifest
 from compose.stack.ports import Ports
 from compose.stack.probes import http_reason, nats_reason

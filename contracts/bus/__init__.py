@@ -29,27 +29,6 @@ from contracts.bus.types import (
     WrongSequence,
 )
 
-__all__ = [
-    "BatchConsumer",
-    "Bus",
-    "BusError",
-    "Handler",
-    "Incoming",
-    "KvEntry",
-    "NoResponder",
-    "NotFound",
-    "OrderedConsumer",
-    "PullConsumer",
-    "Stored",
-    "StreamFull",
-    "Subscription",
-    "TooLarge",
-    "Unavailable",
-    "Unconfirmed",
-    "Watch",
-    "WrongSequence",
-]
-
 
 class Bus:
     """A connection to NATS with everything that Headrace uses of it.

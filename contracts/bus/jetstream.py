@@ -218,12 +218,7 @@ class JetStream:
     async def _batch(self, stream: str, subject_filter: str, start_seq: int) -> tuple[list[Incoming], int]:
         """One batch from ``start_seq`` on and how many messages follow it; asked again when something is missing."""
         question = msgspec.json.encode(
-            {
-                "seq": start_seq,
-                "next_by_subj": subject_filter,
-                "batch": READ_BATCH,
-                "max_bytes": READ_BATCH_BYTES,
-            }
+            {"seq": start_seq, "next_by_subj": subject_filter, "batch": READ_BATCH, "max_bytes": READ_BATCH_BYTES}
         )
 
         async def read(try_s: float) -> tuple[list[Incoming], int]:

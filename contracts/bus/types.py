@@ -8,8 +8,7 @@ import prometheus_client
 
 RECONNECTS = prometheus_client.Counter("headrace_bus_reconnects", "Connections to NATS that were lost and made again")
 DEAD_LOOPS = prometheus_client.Counter(
-    "headrace_bus_dead_loops",
-    "Connections whose read, write or reconnect task had died and that were revived",
+    "headrace_bus_dead_loops", "Connections whose read, write or reconnect task had died and that were revived"
 )
 SLOW_CONSUMER_DROPS = prometheus_client.Counter(
     "headrace_bus_slow_consumer_drops", "Messages dropped because a handler was too slow for its subscription"

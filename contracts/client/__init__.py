@@ -12,16 +12,3 @@ from contracts.client.answers import (
 )
 from contracts.client.client import Client
 from contracts.client.stream import ClientStream
-
-__all__ = [
-    "ChatAnswer",
-    "ChatChunk",
-    "Client",
-    "ClientStream",
-    "CompletionChunk",
-    "EmbeddingsAnswer",
-    "MessageAnswer",
-    "MessageEvent",
-    "ResponseAnswer",
-    "ResponseEvent",
-]

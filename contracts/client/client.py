@@ -61,9 +61,7 @@ class Client:
         inbox = permissions.user_of_tenant(self.tenant)
         bus = await Bus.connect(self._nats_url, name=self.incarnation, inbox=inbox)
         subscriber = Subscriber(
-            bus,
-            reply_inbox=self.reply_inbox,
-            stream_owner=subjects.tenant_stream_owner(self.tenant, self.incarnation),
+            bus, reply_inbox=self.reply_inbox, stream_owner=subjects.tenant_stream_owner(self.tenant, self.incarnation)
         )
         try:
             await subscriber.start()

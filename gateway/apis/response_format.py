@@ -78,9 +78,5 @@ class Error(msgspec.Struct, forbid_unknown_fields=True):
 
 
 OPENAI = ResponseFormat(
-    event=data_event,
-    done=b"data: [DONE]\n\n",
-    error=Error,
-    error_body=openai_error_body,
-    error_event=_error_event,
+    event=data_event, done=b"data: [DONE]\n\n", error=Error, error_body=openai_error_body, error_event=_error_event
 )

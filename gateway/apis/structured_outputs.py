@@ -69,10 +69,7 @@ class ComplexityLimit:
         """Count a long repetition; the same ``kind`` once more is free."""
         self._repetitions.add(kind)
         if len(self._repetitions) > REPETITIONS_MAX:
-            refuse(
-                where,
-                f"More than {REPETITIONS_MAX} different repetitions of {LONG} times or more.",
-            )
+            refuse(where, f"More than {REPETITIONS_MAX} different repetitions of {LONG} times or more.")
 
 
 class StructuredOutputs(msgspec.Struct):

@@ -52,9 +52,7 @@ class Catalog:
         if model is None or (tenant.models is not None and name not in tenant.models):
             shown = name if len(name) <= 128 else f"{name[:128]}..."
             raise HeadraceError(
-                "model_not_found",
-                f"The model {shown!r} does not exist or you have no access to it.",
-                param="model",
+                "model_not_found", f"The model {shown!r} does not exist or you have no access to it.", param="model"
             )
         return model
 

@@ -118,9 +118,7 @@ class ChatTemplate:
             return _up_to_mark(text) if continued else text
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise HeadraceError(
-                "invalid_request",
-                f"The model's chat template refuses these messages: {error}",
-                param="messages",
+                "invalid_request", f"The model's chat template refuses these messages: {error}", param="messages"
             ) from error
 
     def _extras(self, fields: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def explain(attempts: Sequence[AttemptEvent], amount_pico: int, currency: str) -
     first, last = attempts[0], attempts[-1]
     lines = [
         f"Request {first.request_id} of tenant {first.tenant} (key {first.key_id}): {first.endpoint} with model "
-        f"{first.model}, {first.priority}, {'streaming' if first.stream else 'not streaming'}.",
+        f"{first.model}, {first.priority}, {'streaming' if first.stream else 'not streaming'}."
     ]
     if first.client_request_id:
         lines.append(f"The caller's own id is {first.client_request_id}.")

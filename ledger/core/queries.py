@@ -10,11 +10,7 @@ from typing import NamedTuple, get_args
 from contracts.messages.usage import LatencyDimension, LatencyQuery, LatencyRow, UsageDimension, UsageQuery
 from ledger.core.rollup_plan import DAY_S, HOUR_S, Level, Piece, Plan
 
-SETTINGS = {
-    "do_not_merge_across_partitions_select_final": 1,
-    "max_execution_time": 30,
-    "max_query_size": 1 << 20,
-}
+SETTINGS = {"do_not_merge_across_partitions_select_final": 1, "max_execution_time": 30, "max_query_size": 1 << 20}
 """Of every reader. Partitions may be read apart, because copies of one event share a partition."""
 
 _COLUMN: dict[str, str] = {name: name for name in get_args(UsageDimension)} | {

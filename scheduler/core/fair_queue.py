@@ -29,14 +29,7 @@ class QueuedRequest:
     __slots__ = ("charge", "key", "order", "priority", "since_ms", "tenant")
 
     def __init__(
-        self,
-        key: str,
-        tenant: str,
-        priority: Priority,
-        deadline_at_ms: int,
-        number: int,
-        charge: float,
-        since_ms: int,
+        self, key: str, tenant: str, priority: Priority, deadline_at_ms: int, number: int, charge: float, since_ms: int
     ) -> None:
         self.key = key
         self.tenant = tenant

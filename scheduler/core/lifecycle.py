@@ -108,12 +108,7 @@ class Lifecycle:
         envelope = request.envelope
         self.queue.set_weight(request.tenant, self.admission.tenant(request.tenant).weight)
         self.queue.push(
-            request.id,
-            request.tenant,
-            envelope.priority,
-            envelope.deadline_at_ms,
-            request.cost.total,
-            self.now_ms,
+            request.id, request.tenant, envelope.priority, envelope.deadline_at_ms, request.cost.total, self.now_ms
         )
         heapq.heappush(self.deadlines, (envelope.deadline_at_ms, request.id))
 

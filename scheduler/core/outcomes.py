@@ -108,11 +108,9 @@ def final_error(request: Request, event: AttemptEvent) -> ErrorData | None:
         )
     if event.outcome == "lost":
         return ErrorData(
-            code="worker_lost",
-            message=f"The worker of request {request.id}, attempt {event.attempt}, was lost.",
+            code="worker_lost", message=f"The worker of request {request.id}, attempt {event.attempt}, was lost."
         )
     message = event.error_message or "The attempt failed."
     return ErrorData(
-        code=event.error_code or "engine_error",
-        message=f"{message} (request {request.id}, attempt {event.attempt})",
+        code=event.error_code or "engine_error", message=f"{message} (request {request.id}, attempt {event.attempt})"
     )

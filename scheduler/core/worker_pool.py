@@ -181,8 +181,7 @@ class WorkerPool:
             if worker.kv_reserved + wanted.kv_tokens > self._kv_limit(worker):
                 continue
             load = max(
-                worker.slots_reserved / max(1, worker.beat.slots),
-                worker.kv_reserved / max(1, self._kv_limit(worker)),
+                worker.slots_reserved / max(1, worker.beat.slots), worker.kv_reserved / max(1, self._kv_limit(worker))
             )
             if best is None or load < best_load:
                 best, best_load = worker, load

@@ -48,12 +48,7 @@ class Tally:
 
 async def ask(client: httpx.AsyncClient, model: str, tenant: str, tokens: int, tally: Tally) -> int | None:
     """One request; None when it was admitted, else the Retry-After."""
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": "w " * 20}],
-        "max_tokens": tokens,
-        "stream": True,
-    }
+    body = {"model": model, "messages": [{"role": "user", "content": "w " * 20}], "max_tokens": tokens, "stream": True}
     headers = {"X-Headrace-Deadline-Ms": str(DEADLINE_MS)}
     asked = time.monotonic()
     async with client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:

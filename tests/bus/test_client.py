@@ -27,11 +27,7 @@ MODEL = "smol"
 
 
 def chat_chunk(text: str) -> dict[str, object]:
-    return {
-        "id": "c",
-        "object": "chat.completion.chunk",
-        "choices": [{"index": 0, "delta": {"content": text}}],
-    }
+    return {"id": "c", "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": text}}]}
 
 
 def make_frames(*texts: str, end: EndData | ErrorData | None = USAGE) -> list[tuple[FrameKind, object]]:
@@ -166,10 +162,7 @@ async def test_a_chat_streams_typed_chunks_and_its_usage(service: Service, clien
 
 async def test_completions_and_whole_answers(service: Service, client: Client) -> None:
     text = {"choices": [{"index": 0, "text": "once"}]}
-    whole = {
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": "whole"}}],
-        "usage": {"x": 1},
-    }
+    whole = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "whole"}}], "usage": {"x": 1}}
     service.script = [
         service.answer([("chunk", text), ("end", USAGE)]),
         service.answer([("chunk", text), ("end", USAGE)]),

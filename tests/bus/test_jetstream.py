@@ -6,16 +6,7 @@ import time
 import pytest
 
 from contracts import topology
-from contracts.bus import (
-    Bus,
-    BusError,
-    NotFound,
-    StreamFull,
-    TooLarge,
-    Unavailable,
-    Unconfirmed,
-    WrongSequence,
-)
+from contracts.bus import Bus, BusError, NotFound, StreamFull, TooLarge, Unavailable, Unconfirmed, WrongSequence
 from tests.support.nats_server import Connect, NatsServer
 from tests.support.polling import metric, until
 
@@ -172,11 +163,7 @@ async def test_reading_everything_is_in_order_in_batches_and_ends(bus: Bus) -> N
     assert len(seqs) <= 1204
     assert [m.stream_seq async for m in bus.jetstream.read(topology.ATTEMPTS, "attempt.v1.m.>", start_seq=1198)][
         :3
-    ] == [
-        1198,
-        1199,
-        1200,
-    ]
+    ] == [1198, 1199, 1200]
     assert [m async for m in bus.jetstream.read(topology.ATTEMPTS, "attempt.v1.none.>")] == []
 
 

@@ -53,10 +53,7 @@ async def test_a_connected_client_has_the_private_parts_that_are_used(name: str,
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [
-        ("_build_message", ["self", "sid", "subject", "reply", "data", "headers"]),
-        ("_connect_to_server", ["self", "s"]),
-    ],
+    [("_build_message", ["self", "sid", "subject", "reply", "data", "headers"]), ("_connect_to_server", ["self", "s"])],
 )
 def test_overridden_methods_are_called_as_they_were(name: str, parameters: list[str]) -> None:
     found = list(inspect.signature(getattr(LibraryClient, name)).parameters)

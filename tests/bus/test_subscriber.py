@@ -10,13 +10,7 @@ import pytest
 
 from contracts import subjects
 from contracts.bus import Bus, Incoming
-from contracts.messages.control import (
-    CancelAnswer,
-    CancelRequest,
-    StatusAnswer,
-    StatusRequest,
-    StreamOwnerHeartbeat,
-)
+from contracts.messages.control import CancelAnswer, CancelRequest, StatusAnswer, StatusRequest, StreamOwnerHeartbeat
 from contracts.messages.frames import EndData, ErrorData, Frame, FrameKind, FramesAnswer, FramesRequest, ReplyMessage
 from contracts.streaming import subscriber as module
 from contracts.streaming.relay import Effects, Relay, RelaySettings

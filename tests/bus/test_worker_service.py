@@ -36,12 +36,7 @@ from worker.service import Worker
 WAIT_S = 30.0
 MODEL = "sim/model 1"
 MANIFEST = Manifest(
-    name=MODEL,
-    version="v1",
-    engine="simulated",
-    context=1000,
-    default_output_tokens=16,
-    tokenizer_fingerprint="ours",
+    name=MODEL, version="v1", engine="simulated", context=1000, default_output_tokens=16, tokenizer_fingerprint="ours"
 )
 
 

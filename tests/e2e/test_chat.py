@@ -29,11 +29,7 @@ async def stored_requests(stack: Stack) -> int:
 def test_openai_sdk_streaming(stack: Stack) -> None:
     with stack.sdk() as client:
         stream = client.chat.completions.create(
-            model=stack.model,
-            messages=HELLO,
-            max_tokens=5,
-            stream=True,
-            stream_options={"include_usage": True},
+            model=stack.model, messages=HELLO, max_tokens=5, stream=True, stream_options={"include_usage": True}
         )
         chunks = list(stream)
     assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1

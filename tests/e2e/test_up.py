@@ -110,11 +110,7 @@ def test_what_cannot_be_done_is_told_on_stderr(stack: Stack, arguments: tuple[st
 
 
 def test_a_wrong_command_line_is_2(stack: Stack) -> None:
-    for arguments in (
-        ("tenant", "create"),
-        ("tenant", "create", "x", "--rpm", "-1"),
-        ("usage", "--by", "moon"),
-    ):
+    for arguments in (("tenant", "create"), ("tenant", "create", "x", "--rpm", "-1"), ("usage", "--by", "moon")):
         assert stack.cli(*arguments).returncode == 2
 
 

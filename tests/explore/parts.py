@@ -154,11 +154,7 @@ class Parts:
     """The three automata; mutants take the place of the production cores."""
 
     def __init__(
-        self,
-        *,
-        core: type[Core] = Core,
-        worker: type[WorkerCore] = WorkerCore,
-        relay: type[Relay] = Relay,
+        self, *, core: type[Core] = Core, worker: type[WorkerCore] = WorkerCore, relay: type[Relay] = Relay
     ) -> None:
         self.limited = False
         self._core = core

@@ -97,20 +97,11 @@ async def test_duplicates_count_once_within_an_insert_and_over_inserts(directory
 
 
 async def test_each_event_lies_in_one_day_and_days_add_up(directory: Path, tenant: str) -> None:
-    edges = [
-        "2026-10-30T23:59:59.999",
-        "2026-10-31T00:00:00.000",
-        "2026-10-31T23:59:59.999",
-        "2026-11-01T00:00:00",
-    ]
+    edges = ["2026-10-30T23:59:59.999", "2026-10-31T00:00:00.000", "2026-10-31T23:59:59.999", "2026-11-01T00:00:00"]
     async with opened(directory) as store:
         await store.insert([row(tenant, edge) for edge in edges])
         days = await usage(store, tenant, ["day"], "2026-10-30", "2026-11-02")
-        assert [(day, count) for day, count, *_ in days] == [
-            ("2026-10-30", 1),
-            ("2026-10-31", 2),
-            ("2026-11-01", 1),
-        ]
+        assert [(day, count) for day, count, *_ in days] == [("2026-10-30", 1), ("2026-10-31", 2), ("2026-11-01", 1)]
         assert (await usage(store, tenant, [], "2026-10-31", "2026-11-01"))[0][0] == 2
         hours = await usage(store, tenant, ["hour"], "2026-11-01", "2026-11-02")
         assert hours[0][0] == "2026-11-01T00:00:00Z"
@@ -122,13 +113,7 @@ async def test_retries_are_one_request_and_only_billable_tokens_count(directory:
     lost = row(tenant, "2026-11-01T10:00:00", **common, outcome="lost", reporter="scheduler", billable=False)
     won = row(tenant, "2026-11-01T10:00:00", **common, attempt=2, version="v2", cached_tokens=60)
     refused = row(
-        tenant,
-        "2026-11-01T10:00:01",
-        attempt=0,
-        outcome="expired",
-        billable=False,
-        completion_tokens=0,
-        version="",
+        tenant, "2026-11-01T10:00:01", attempt=0, outcome="expired", billable=False, completion_tokens=0, version=""
     )
     async with opened(directory) as store:
         await store.insert([lost])

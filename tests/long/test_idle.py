@@ -20,10 +20,7 @@ def test_c21_a_stream_that_pauses_outlives_the_patience_of_nginx(nginx: str, sta
     script = {"tokens": ["a ", "b"], "ttft_ms": 1, "itl_ms": 40_000}
     with stack.sdk(url=nginx) as client:
         stream = client.chat.completions.create(
-            model=stack.model,
-            messages=HELLO,
-            stream=True,
-            extra_body={"simulate": script},
+            model=stack.model, messages=HELLO, stream=True, extra_body={"simulate": script}
         )
         chunks = list(stream)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "a b"

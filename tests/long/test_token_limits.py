@@ -16,12 +16,7 @@ PREFILL_TPS = 2_000
 
 async def offer(stack: Stack, words: int) -> tuple[int, int, int]:
     """Requests offered, admitted, and of those the ones that met their first-token deadline."""
-    body = {
-        "model": stack.model,
-        "messages": [{"role": "user", "content": ""}],
-        "max_tokens": 1,
-        "stream": True,
-    }
+    body = {"model": stack.model, "messages": [{"role": "user", "content": ""}], "max_tokens": 1, "stream": True}
     outcomes: list[tuple[int, float]] = []
 
     async def one(client: httpx.AsyncClient, number: int) -> None:

@@ -27,12 +27,7 @@ async def never_ready() -> str:
 
 
 def spec(
-    tmp_path: Path,
-    program: str,
-    *,
-    role: Role = "worker",
-    probe: processes.Probe = always_ready,
-    grace_s: float = 10.0,
+    tmp_path: Path, program: str, *, role: Role = "worker", probe: processes.Probe = always_ready, grace_s: float = 10.0
 ) -> Spec:
     return Spec(
         name=f"{role}-0",

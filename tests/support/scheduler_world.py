@@ -50,12 +50,7 @@ TOKENS = 3
 
 def manifest(**limits: int) -> Manifest:
     return Manifest(
-        name="m",
-        version="v1",
-        engine="simulated",
-        context=8192,
-        default_output_tokens=16,
-        limits=PoolLimits(**limits),
+        name="m", version="v1", engine="simulated", context=8192, default_output_tokens=16, limits=PoolLimits(**limits)
     )
 
 

@@ -115,11 +115,7 @@ def test_an_hour_with_a_mark_beyond_its_builds_watermark_is_read_raw() -> None:
 
 def test_neighbouring_hours_are_read_as_one_piece_and_hours_without_events_not_at_all() -> None:
     found = plan(ms(0.5), ms(30), [mark(0), mark(1), mark(5), mark(24)], [])
-    assert [(piece.from_ms, piece.to_ms) for piece in found.raw] == [
-        (ms(0.5), ms(2)),
-        (ms(5), ms(6)),
-        (ms(24), ms(25)),
-    ]
+    assert [(piece.from_ms, piece.to_ms) for piece in found.raw] == [(ms(0.5), ms(2)), (ms(5), ms(6)), (ms(24), ms(25))]
 
 
 def test_a_period_is_built_when_it_is_over_and_quiet() -> None:

@@ -201,8 +201,7 @@ def test_a_cut_never_makes_text_unreadable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "month", "days"),
-    [("2026-12-31T23:59:59.999", "2026-12", 31), ("2028-02-29T00:00:00", "2028-02", 29)],
+    ("text", "month", "days"), [("2026-12-31T23:59:59.999", "2026-12", 31), ("2028-02-29T00:00:00", "2028-02", 29)]
 )
 def test_months_are_utc_and_half_open(text: str, month: str, days: int) -> None:
     from datetime import datetime

@@ -715,13 +715,7 @@ _STATUSES = st.builds(
 )
 _KINDS = st.sampled_from(["accepted", "chunk", "part", "end", "error", "lost"])
 _DATA = st.sampled_from(
-    [
-        raw({"text": "x"}),
-        raw("slice"),
-        raw(_END),
-        raw({"code": "engine_error", "message": ""}),
-        msgspec.Raw(b"x"),
-    ]
+    [raw({"text": "x"}), raw("slice"), raw(_END), raw({"code": "engine_error", "message": ""}), msgspec.Raw(b"x")]
 )
 _FRAMES = st.builds(
     Frame, stream=st.just("s"), attempt=st.integers(-1, 3), seq=st.integers(-1, 6), kind=_KINDS, data=_DATA

@@ -108,11 +108,7 @@ async def test_a_failing_attempt_gave_exactly_the_tokens_before(engine: Engine, 
     counts = Counts()
     with pytest.raises(EngineFailure) as failure:
         await engine.ask(counts, simulate={"fail_after": after})
-    assert (failure.value.code, failure.value.retryable, failure.value.engine_death) == (
-        "engine_error",
-        True,
-        False,
-    )
+    assert (failure.value.code, failure.value.retryable, failure.value.engine_death) == ("engine_error", True, False)
     assert counts.completion_tokens == after
     assert counts.finish_reason == ""
     assert engine.stats().running == 0

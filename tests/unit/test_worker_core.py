@@ -81,12 +81,7 @@ def item(
         **fields,
     )
     return WorkItem(
-        epoch=Epoch(1, epoch),
-        attempt=attempt,
-        version="v1",
-        worker="w-1",
-        dispatched_at_ms=NOW - 10,
-        request=request,
+        epoch=Epoch(1, epoch), attempt=attempt, version="v1", worker="w-1", dispatched_at_ms=NOW - 10, request=request
     )
 
 

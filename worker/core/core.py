@@ -32,11 +32,7 @@ class WorkerCore:
     """One worker process over all its names. ``stall_samples``: looks without progress that make a stall."""
 
     def __init__(
-        self,
-        *,
-        tokenizer_fingerprint: str = "",
-        kv_overbooking: float = 1.0,
-        stall_samples: int = 60,
+        self, *, tokenizer_fingerprint: str = "", kv_overbooking: float = 1.0, stall_samples: int = 60
     ) -> None:
         self.worker = ""
         self.state: WorkerState = "starting"
@@ -153,13 +149,7 @@ class WorkerCore:
         self.attempts.leave_engine(attempt)
         attempt.outcome = outcome
         attempt.event = outcomes.terminal_event(
-            attempt.item,
-            attempt.counts,
-            outcome,
-            worker=self.worker,
-            frames=frames,
-            chunks=chunks,
-            now_ms=self._now_ms,
+            attempt.item, attempt.counts, outcome, worker=self.worker, frames=frames, chunks=chunks, now_ms=self._now_ms
         )
         self._effects.append(events.StoreEvent(key=attempt.key, event=attempt.event))
 

@@ -79,14 +79,7 @@ def reserved_tokens(request: RequestEnvelope) -> int:
 
 
 def terminal_event(
-    item: WorkItem,
-    counts: Counts,
-    outcome: AttemptOutcome,
-    *,
-    worker: str,
-    frames: int,
-    chunks: int,
-    now_ms: int,
+    item: WorkItem, counts: Counts, outcome: AttemptOutcome, *, worker: str, frames: int, chunks: int, now_ms: int
 ) -> AttemptEvent:
     """The attempt's row, after ``frames`` frames with ``chunks`` chunks among them.
 

@@ -8,10 +8,7 @@ from worker.engines.base import Engine
 from worker.engines.simulated.engine import SimulatedEngine
 from worker.engines.vllm.engine import VllmEngine
 
-ENGINES: dict[str, Callable[[WorkerConfig, Manifest], Engine]] = {
-    "simulated": SimulatedEngine,
-    "vllm": VllmEngine,
-}
+ENGINES: dict[str, Callable[[WorkerConfig, Manifest], Engine]] = {"simulated": SimulatedEngine, "vllm": VllmEngine}
 
 
 def build(config: WorkerConfig, manifest: Manifest) -> Engine:

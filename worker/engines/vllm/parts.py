@@ -141,11 +141,7 @@ class _Live(StatLoggerBase):
         self.kv_usage = 0.0
 
     def record(
-        self,
-        scheduler_stats: Any,
-        iteration_stats: Any,
-        mm_cache_stats: Any = None,
-        engine_idx: int = 0,
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
         if scheduler_stats is not None:
             self.running = scheduler_stats.num_running_reqs
