@@ -128,4 +128,4 @@ def real_stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.fixture(scope="session")
 def model_path() -> Path:
     """The small real model, converted once and cached."""
-    return models.prepare(models.DEFAULT_MODEL, progress=print).path
+    return Path(models.prepare(models.DEFAULT_MODEL, progress=print).path)

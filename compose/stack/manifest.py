@@ -1,14 +1,15 @@
 """The manifest of a model that this machine can serve: what it is called, what it can do, where its files lie."""
 
-from compose.stack.data_dir import ComposeError, Engine
+import msgspec
+
+from compose.stack.data_dir import Engine
 from compose.stack.terminal import Terminal
 from contracts import clock, registry
 from contracts.messages.records import Manifest
 
 SIMULATED_MODEL = "simulated"
 SIMULATED_VERSION = "sim-1"
-OUTPUT_TOKENS = {"simulated": 16, "vllm": 512}
-"""Output limit of a request that states none."""
+SIMULATED_OUTPUT_TOKENS = 16
 
 
 def default_model(engine: Engine) -> str:
@@ -22,34 +23,21 @@ def default_model(engine: Engine) -> str:
 
 def make_manifest(engine: Engine, name: str, sim_context: int) -> Manifest:
     """The manifest of a model; its files are prepared, with progress on the terminal, where it has any."""
-    created_at_ms = clock.now_ms()
     if engine == "simulated":
-        return Manifest(
-            name=registry.check_name("model name", name),
+        made = Manifest(
+            name=name,
             version=SIMULATED_VERSION,
             engine="simulated",
             context=sim_context,
-            default_output_tokens=OUTPUT_TOKENS["simulated"],
-            created_at_ms=created_at_ms,
+            default_output_tokens=SIMULATED_OUTPUT_TOKENS,
         )
-    from compose.stack import models
+    else:
+        from compose.stack import models
 
-    terminal = Terminal(stderr=True)
-    try:
-        prepared = models.prepare(name, progress=terminal.show)
-    except models.ModelError as error:
-        raise ComposeError(str(error)) from error
-    finally:
-        terminal.show("")
-    return Manifest(
-        name=registry.check_name("model name", prepared.name),
-        version=prepared.version,
-        engine="vllm",
-        context=prepared.context,
-        endpoints=prepared.endpoints,
-        default_output_tokens=OUTPUT_TOKENS["vllm"],
-        artifacts=prepared.files,
-        path=str(prepared.path),
-        tokenizer_fingerprint=prepared.tokenizer_fingerprint,
-        created_at_ms=created_at_ms,
-    )
+        terminal = Terminal(stderr=True)
+        try:
+            made = models.prepare(name, progress=terminal.show)
+        finally:
+            terminal.show("")
+    registry.check_name("model name", made.name)
+    return msgspec.structs.replace(made, created_at_ms=clock.now_ms())

@@ -22,14 +22,18 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compose.stack.data_dir import ComposeError, write_private
 from contracts.messages.base import Endpoint
+from contracts.messages.records import Manifest
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The public name of the model that `headrace up` serves unless told otherwise."""
+
+OUTPUT_TOKENS = 512
+"""Output limit of a request that states none."""
 
 TEXT_ENDPOINTS: tuple[Endpoint, ...] = ("chat/completions", "completions", "responses", "messages")
 
@@ -54,30 +58,12 @@ _COMPANIONS = frozenset({".json", ".jinja", ".model", ".txt", ".tiktoken", ".py"
 CHAT_TEMPLATE = (Path(__file__).parent / "smollm2.jinja").read_text(encoding="utf-8")
 
 
-class ModelError(Exception):
+class ModelError(ComposeError):
     """A model cannot be prepared; the message says what is possible instead."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreparedModel:
-    """A model directory that an engine can load, and what identifies its content."""
-
-    name: str
-    """Public name, as callers write it."""
-    path: Path
-    files: dict[str, str]
-    """File name within `path` -> sha256 in hexadecimal, of every file that an engine or gateway may read."""
-    tokenizer_fingerprint: str
-    """sha256 of tokenizer.json, a zero byte and the chat template; equal ones count tokens alike."""
-    version: str
-    """`v1-` and the first 8 hexadecimal digits of a digest over `files`."""
-    context: int
-    """Most tokens of prompt and answer together (max_position_embeddings)."""
-    endpoints: tuple[Endpoint, ...] = TEXT_ENDPOINTS
-
-
-def prepare(name: str, *, progress: Callable[[str], None]) -> PreparedModel:
-    """Return the model `name`, converting it first where that has not been done on this machine.
+def prepare(name: str, *, progress: Callable[[str], None]) -> Manifest:
+    """Return the manifest of the model `name`, converting it first where that has not been done on this machine.
 
     `name` is the default model's (either spelling) or the path of a Hugging Face model's directory, which
     is used as it stands. Safe to call in many processes at once: one converts, the others wait. `progress` gets
@@ -241,21 +227,24 @@ def _drop_keys(file: Path, keys: frozenset[str]) -> None:
     file.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _describe(name: str, path: Path, progress: Callable[[str], None]) -> PreparedModel:
+def _describe(name: str, path: Path, progress: Callable[[str], None]) -> Manifest:
+    """The version is `v1-` and the first 8 hexadecimal digits of a digest over all files that an engine may read."""
     chosen = _model_files(path)
     size_mb = sum(file.stat().st_size for file in chosen) // 1_000_000
     if size_mb >= 1_000:
         progress(f"checking {size_mb:,} MB of {name}")
     files = _hash_files(chosen)
     listing = "".join(f"{file}\0{digest}\n" for file, digest in sorted(files.items()))
-    return PreparedModel(
+    return Manifest(
         name=name,
-        path=path,
-        files=files,
-        tokenizer_fingerprint=tokenizer_fingerprint(path),
         version=f"v1-{hashlib.sha256(listing.encode()).hexdigest()[:8]}",
+        engine="vllm",
         context=_context(path),
         endpoints=("embeddings",) if _embeds(path) else TEXT_ENDPOINTS,
+        default_output_tokens=OUTPUT_TOKENS,
+        artifacts=files,
+        path=str(path),
+        tokenizer_fingerprint=tokenizer_fingerprint(path),
     )
 
 
@@ -317,15 +306,9 @@ def _hash_files(files: list[Path]) -> dict[str, str]:
                 entry = {"state": state, "sha256": hashlib.file_digest(content, "sha256").hexdigest()}
         known[file.name] = entry
     if known != memo:
-        _write_memo(memo_file, known)
+        memo_file.parent.mkdir(parents=True, exist_ok=True)
+        write_private(memo_file, json.dumps(known).encode())
     return {name: entry["sha256"] for name, entry in known.items()}
-
-
-def _write_memo(file: Path, content: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as new:
-        json.dump(content, new)
-    os.replace(new.name, file)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

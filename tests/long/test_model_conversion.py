@@ -19,5 +19,5 @@ def test_two_conversions_are_equal_byte_for_byte(tmp_path: Path, monkeypatch: py
     second = models.prepare(models.DEFAULT_MODEL, progress=print)
     assert len(steps) >= 3
     assert first == again
-    assert (first.files, first.version, first.context) == (second.files, second.version, 8192)
-    assert models.read_chat_template(first.path) == models.CHAT_TEMPLATE
+    assert (first.artifacts, first.version, first.context) == (second.artifacts, second.version, 8192)
+    assert models.read_chat_template(Path(first.path)) == models.CHAT_TEMPLATE

@@ -97,9 +97,9 @@ def test_own_system_message_stays_with_tools() -> None:
 def test_a_directory_is_described_as_it_stands(tmp_path: Path) -> None:
     path = write_model(tmp_path / "mine")
     model = models.prepare(str(path), progress=no_progress)
-    assert (model.name, model.path, model.context) == ("mine", path.resolve(), 512)
-    assert set(model.files) == {"chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"}
-    assert sorted(file.name for file in path.iterdir()) == sorted([*model.files, "README.md"])
+    assert (model.name, model.path, model.context) == ("mine", str(path.resolve()), 512)
+    assert set(model.artifacts) == {"chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"}
+    assert sorted(file.name for file in path.iterdir()) == sorted([*model.artifacts, "README.md"])
     assert models.prepare(str(path), progress=no_progress) == model
 
 
