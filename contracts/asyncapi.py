@@ -10,7 +10,7 @@ import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, Literal, cast, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -69,19 +69,17 @@ class Channel(msgspec.Struct, frozen=True):
     """Where the subject is no function, whose first line says it."""
 
 
-def _record(key: str, what: str) -> Callable[..., str]:
-    """Subject of a bucket's key."""
-
-    def subject(name: str) -> str:
-        return f"$KV.{key}.{name}"
-
-    subject.__doc__ = what
-    return subject
-
-
 _OPERATED: Sequence[Party] = ("operator", "gateway")
 _QUERIES = (UsageQuery, LatencyQuery, InvoiceQuery, ExplainQuery)
 _ANSWERS = (UsageAnswer, LatencyAnswer, InvoiceAnswer, ExplainAnswer)
+
+_RECORDS: Sequence[tuple[str, str, type[msgspec.Struct], str, _Parties, _Parties]] = (
+    ("key", topology.KEYS, KeyRecord, "API keys by the HMAC of their secret.", _OPERATED, ["gateway"]),
+    ("tenant", topology.TENANTS, TenantRecord, "Tenants.", _OPERATED, ["gateway", "scheduler"]),
+    ("model", topology.MODELS, Manifest, "Models.", _OPERATED, ["gateway", "scheduler", "worker"]),
+    ("budget", topology.BUDGETS, Budget, "What was billed in a month, by tenant.", ["ledger"], ["scheduler"]),
+    ("price", topology.PRICES, Price, "Prices.", ["operator"], ["ledger"]),
+)
 
 CHANNELS = (
     Channel("submit", subjects.submit, [SubmitRequest], ["service"], ["gateway"], [SubmitAnswer]),
@@ -141,21 +139,8 @@ CHANNELS = (
         summary="Attempt events that the ledger refused.",
     ),
     *(
-        Channel(
-            name,
-            _record(bucket, what),
-            [kind],
-            cast(_Parties, senders),
-            cast(_Parties, receivers),
-            stream=f"KV_{bucket}",
-        )
-        for name, bucket, kind, what, senders, receivers in (
-            ("key", topology.KEYS, KeyRecord, "API keys by the HMAC of their secret.", _OPERATED, ["gateway"]),
-            ("tenant", topology.TENANTS, TenantRecord, "Tenants.", _OPERATED, ["gateway", "scheduler"]),
-            ("model", topology.MODELS, Manifest, "Models.", _OPERATED, ["gateway", "scheduler", "worker"]),
-            ("budget", topology.BUDGETS, Budget, "What was billed in a month, by tenant.", ["ledger"], ["scheduler"]),
-            ("price", topology.PRICES, Price, "Prices.", ["operator"], ["ledger"]),
-        )
+        Channel(name, f"$KV.{bucket}.{{name}}", [kind], senders, receivers, stream=f"KV_{bucket}", summary=what)
+        for name, bucket, kind, what, senders, receivers in _RECORDS
     ),
 )
 

@@ -1,6 +1,10 @@
 """Configuration of a gateway process."""
 
-from contracts.service.config import ServiceConfig
+from typing import Annotated
+
+from msgspec import Meta
+
+from contracts.service.config import Count, Positive, ServiceConfig
 
 
 class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
@@ -14,19 +18,19 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     tls_key_file: str = ""
     cors_origins: tuple[str, ...] = ("*",)
     """Origins whose pages may call the API; ``*`` is all: a key in a header, not a cookie, authenticates."""
-    grace_s: float = 25.0
+    grace_s: Annotated[float, Meta(ge=0)] = 25.0
     """After SIGTERM running streams have so long; below the 30 s that Kubernetes and docker compose files give."""
-    body_bytes_max: int = 16 << 20
+    body_bytes_max: Count = 16 << 20
     """Largest request body, after decompression: a prompt of 1M tokens has about 5 MB."""
-    body_s_max: float = 30.0
+    body_s_max: Positive = 30.0
     """A body that takes longer to arrive is refused with 408. A guess: 16 MiB at 4.5 Mbit/s."""
     claim_check_bytes: int = 64 << 10
     """Larger bodies travel by the object store."""
-    admit_s_max: float = 5.0
+    admit_s_max: Positive = 5.0
     """How long a request waits for a scheduler to answer: a standby takes over within seconds."""
-    hold_s: float = 10.0
-    """The status line waits so long for the first frame (ARCHITECTURE.md, The edge)."""
-    stream_bytes_max: int = 4 << 20
+    hold_s: Annotated[float, Meta(gt=0, le=15)] = 10.0
+    """The status line waits so long for the first frame (ARCHITECTURE.md, The edge); idle proxies wait no longer."""
+    stream_bytes_max: Count = 4 << 20
     """Unsent text per stream; a slower reader is cut off."""
 
     def problems(self) -> list[str]:
@@ -39,11 +43,4 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
                 wrong.append(f"HEADRACE_LISTEN: {address!r} is not host:port")
         if bool(self.tls_cert_file) != bool(self.tls_key_file):
             wrong.append("HEADRACE_TLS_CERT_FILE and HEADRACE_TLS_KEY_FILE: one without the other")
-        for name in ("body_bytes_max", "body_s_max", "admit_s_max", "hold_s", "stream_bytes_max"):
-            if getattr(self, name) <= 0:
-                wrong.append(f"HEADRACE_{name.upper()} must be above 0")
-        if self.grace_s < 0:
-            wrong.append("HEADRACE_GRACE_S must not be negative")
-        if self.hold_s > 15:
-            wrong.append("HEADRACE_HOLD_S above 15 would let idle proxies cut a waiting stream")
         return wrong

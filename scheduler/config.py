@@ -1,6 +1,6 @@
 """Configuration of the scheduler process; the numbers of its core are in ``core.settings``."""
 
-from contracts.service.config import ServiceConfig
+from contracts.service.config import Count, ServiceConfig
 
 
 class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
@@ -8,7 +8,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
 
     lost_after_s: float = 3.0
     """Silence after which a worker or stream owner is lost."""
-    lease_ttl_s: int = 2
+    lease_ttl_s: Count = 2
     """How long a model stays without owner when its owner dies; whole seconds, the bus knows no finer ones."""
     lease_renew_s: float = 0.5
     """A quarter of the lease, so that three renewals may fail."""
@@ -20,8 +20,6 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     def problems(self) -> list[str]:
         """What is wrong between values, a line each."""
         wrong = []
-        if self.lease_ttl_s < 1:
-            wrong.append("HEADRACE_LEASE_TTL_S must be 1 or more")
         if self.lease_renew_s * 2 > self.lease_ttl_s:
             wrong.append("HEADRACE_LEASE_RENEW_S must be at most half of HEADRACE_LEASE_TTL_S")
         if self.lost_after_s < 2 * self.heartbeat_s:

@@ -5,10 +5,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from contracts.service.config import ServiceConfig
-
-_Positive = Annotated[float, Meta(gt=0)]
-_Count = Annotated[int, Meta(ge=1)]
+from contracts.service.config import Count, Positive, ServiceConfig
 
 
 class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
@@ -18,22 +15,22 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     """Name of the model's manifest in the MODELS bucket."""
     grace_s: Annotated[float, Meta(ge=0)] = 25.0
     """Running attempts may finish this long after SIGTERM; below the 30 s after which Docker kills."""
-    stall_s: _Positive = 60.0
+    stall_s: Positive = 60.0
     """Without any progress for so long an attempt, or the engine, is given up. A guess: far above the slowest
     step measured (1 s), far below a caller's patience."""
-    check_timeout_s: _Positive = 20.0
+    check_timeout_s: Positive = 20.0
     """Time limit of the engine's health check; a step of vLLM on a busy CPU takes some seconds."""
 
-    sim_slots: _Count = 64
-    sim_kv_tokens: _Count = 1_000_000
-    sim_prefill_tps: _Positive = 20_000.0
+    sim_slots: Count = 64
+    sim_kv_tokens: Count = 1_000_000
+    sim_prefill_tps: Positive = 20_000.0
     """Prompt tokens that the simulated engine computes in a second, one prompt after the other."""
     sim_itl_ms: Annotated[float, Meta(ge=0)] = 20.0
     """Between two tokens of one of its sequences."""
-    sim_context: _Count = 1_048_576
+    sim_context: Count = 1_048_576
 
-    vllm_slots: _Count = 32
-    vllm_kv_cache_bytes: _Count = 256 << 20
+    vllm_slots: Count = 32
+    vllm_kv_cache_bytes: Count = 256 << 20
     """On a CPU: at 23 KB a token 11,000 tokens of the small demo model."""
     vllm_gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Share of the GPU's memory; stating it makes a GPU engine."""

@@ -1,14 +1,11 @@
 """``headrace quarantine``: requests that ended the engines that ran them, kept for a person to look at."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from compose.cli.common import DataDirOption, JsonOption, instant, on_bus, show, table
 from compose.stack.data_dir import ComposeError
-
-if TYPE_CHECKING:
-    from contracts.messages.attempts import Quarantined
 
 app = typer.Typer(no_args_is_help=True, help="Requests that ended engines and are not tried again.")
 
@@ -20,22 +17,18 @@ def quarantine_list(data_dir: DataDirOption = None, as_json: JsonOption = False)
     """What is in quarantine, oldest first; without bodies."""
     from compose.stack import records
 
-    kept = [_line(one) for one in on_bus(data_dir, lambda bus, _: records.quarantined(bus))]
-    rows = [
-        (line["request_id"], instant(line["quarantined_at_ms"]), line["tenant"], line["model"], line["reason"])
-        for line in kept
+    kept: list[dict[str, Any]] = [
+        {
+            "request_id": each.request.request_id,
+            "quarantined_at_ms": each.quarantined_at_ms,
+            "tenant": each.request.tenant,
+            "model": each.request.model,
+            "reason": each.reason,
+        }
+        for each in on_bus(data_dir, lambda bus, _: records.quarantined(bus))
     ]
+    rows = [list((line | {"quarantined_at_ms": instant(line["quarantined_at_ms"])}).values()) for line in kept]
     show(kept, table(("id", "since", "tenant", "model", "reason"), rows), as_json=as_json)
-
-
-def _line(kept: "Quarantined") -> dict[str, Any]:
-    return {
-        "request_id": kept.request.request_id,
-        "quarantined_at_ms": kept.quarantined_at_ms,
-        "tenant": kept.request.tenant,
-        "model": kept.request.model,
-        "reason": kept.reason,
-    }
 
 
 @app.command("show")

@@ -109,7 +109,7 @@ class Child:
         assert self._process is not None
         if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
-        self._kill_group()
+        self.kill()
         self._process.wait()
         self.exited.set()
 
@@ -118,13 +118,10 @@ class Child:
             self._process.terminate()
 
     def kill(self) -> None:
-        if self._process is not None and not self.exited.is_set():
-            self._kill_group()
-
-    def _kill_group(self) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """Kill the process and its group."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     @property
     def refused_configuration(self) -> bool:

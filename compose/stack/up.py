@@ -31,9 +31,8 @@ START_LIMIT_S = 900.0
 """Until everything is ready; a cold disk and a large model take minutes. A guess."""
 RESTORE_S = 1.0
 """Between two tries to enter the records again."""
-STOP_ORDER: tuple[Role, ...] = ("gateway", "worker", "scheduler", "ledger", "nats")
 GRACE_S: dict[Role, float] = {"gateway": 35.0, "worker": 35.0, "scheduler": 5.0, "ledger": 15.0, "nats": 5.0}
-"""Longer than what the services give themselves to drain."""
+"""In the order in which they are stopped; longer than what the services give themselves to drain."""
 DEMO_TENANT = "demo"
 SQL_USER = "analyst"
 ADMIN_TENANT = "admin"
@@ -144,7 +143,7 @@ class Stack:
         self._directory.remove_run()
         if self._restoring:
             self._restoring.cancel()
-        await self.supervisor.stop(STOP_ORDER)
+        await self.supervisor.stop(tuple(GRACE_S))
         self._ports.close()
 
     async def _start(self) -> None:

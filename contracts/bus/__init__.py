@@ -46,16 +46,13 @@ class Bus:
         self.request = session.request
         self.subscribe = session.subscribe
         self.close = session.close
+        self.closed = session.closed
+        """Set when the connection is lost for good: the service must exit non-zero."""
 
     @classmethod
     async def connect(cls, url: str, *, name: str, inbox: str = "", timeout_s: float = 10.0) -> Self:
         """A bus upon ``Session.connect``, with its arguments and errors."""
         return cls(await Session.connect(url, name=name, inbox=inbox, timeout_s=timeout_s))
-
-    @property
-    def closed(self) -> asyncio.Event:
-        """Set when the connection is lost for good: the service must exit non-zero."""
-        return self.session.closed
 
     @property
     def connected(self) -> bool:

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
 C = TypeVar("C", bound="ServiceConfig")
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class ConfigError(Exception):
