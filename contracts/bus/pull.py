@@ -41,7 +41,7 @@ class PullConsumer:
     must lower it before it returns. More is asked for while that is less than half of ``credit()``. With
     ``recreate`` the consumer is made again at the start and after every reconnect: all unacknowledged messages come
     again, and the handler ignores what it knows. ``inactive_s``: the server forgets a consumer that nobody used for
-    so long. A stream that vanishes is waited for.
+    so long. A stream that vanishes is waited for. Without credit a lost consumer is left alone: it may be another's.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class PullConsumer:
     async def _pull(self) -> None:
         while True:
             self._wake.clear()
-            if self._broken:
+            if self._broken and self._room() > 0:  # Without credit it may be somebody else's by now.
                 await remake_consumer("pull", self._stream, self._name, self._broken, self._make)
             now = time.monotonic()
             self._expire(now)
@@ -169,15 +169,18 @@ class PullConsumer:
         if self._asked.pop(token, None) is not None:
             self._asked_total = max(0, self._asked_total - lacking) if self._asked else 0
 
+    def _room(self) -> int:
+        """The credit; none when it cannot be told."""
+        try:
+            return self._credit()
+        except Exception as error:
+            contain(f"credit of {self._name}", error)
+            return 0
+
     async def _ask(self, now: float) -> None:
         if not self._session.connected or now < self._pause_until:
             return
-        try:
-            room = self._credit()
-        except Exception as error:
-            contain(f"credit of {self._name}", error)
-            return
-        room -= len(self._received)
+        room = self._room() - len(self._received)
         missing = room - self._asked_total
         if missing <= 0 or 2 * missing < room:
             return  # topped up by halves: few big requests wait at the server, not one for each message

@@ -237,6 +237,21 @@ async def test_recreate_brings_all_unacknowledged_messages_again(bus: Bus) -> No
     await until(lambda: second.taken == [1, 2])
 
 
+async def test_who_has_no_credit_leaves_the_consumer_to_who_took_it(bus: Bus) -> None:
+    first, second = Worker(10), Worker(10)
+    await first.start(bus, recreate=True)
+    await publish(bus, 0)
+    await until(lambda: first.taken == [0])
+    first.slots = 0
+    await second.start(bus, recreate=True)
+    await until(lambda: second.taken == [0])
+    resumes = metric("headrace_bus_consumer_resumes_total", kind="pull")
+    await asyncio.sleep(2 * PULL_EXPIRES_S)
+    await publish(bus, 1)
+    await until(lambda: second.taken == [0, 1])
+    assert metric("headrace_bus_consumer_resumes_total", kind="pull") == resumes and first.taken == [0]
+
+
 async def test_an_ack_of_an_old_delivery_settles_after_the_consumer_was_made_anew(bus: Bus) -> None:
     first, second = Worker(10), Worker(10)
     old = await first.start(bus)
