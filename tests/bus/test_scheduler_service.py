@@ -475,7 +475,13 @@ async def test_a_deposed_owner_dispatches_nothing(shell: Shell) -> None:
     with capture_logs() as logs:
         await shell.depose(old)
         heir = await shell.owner(second)
-        worker = await shell.worker()
+        worker = await shell.worker(heard=False)
+        worker.epoch = old.core.epoch
+        old.feed(events.WorkerSeen(worker.heartbeat()))
+        assert old.core.requests[request_id].worker == worker.name, "it has placed the request"
+        await until(lambda: not old._effects._tasks, "its effects are through")
+        assert await shell.is_empty(topology.WORK)
+        await worker.start()
         item = await shell.item(request_id)
         await until(lambda: shell.is_empty(topology.REQUESTS), "the heir acknowledges")
     assert not logged(logs, "bus_consumer_lost"), "the heir's consumer of REQUESTS is left alone"

@@ -90,8 +90,8 @@ class Worker:
         await taken.wait()
         await consumer.close()
 
-    async def beat(self) -> None:
-        heartbeat = WorkerHeartbeat(
+    def heartbeat(self) -> WorkerHeartbeat:
+        return WorkerHeartbeat(
             worker=self.name,
             model=MODEL,
             version="v1",
@@ -101,7 +101,9 @@ class Worker:
             kv_tokens=10_000,
             in_flight=list(self.in_flight.values()),
         )
-        await self._bus.publish(subjects.worker_heartbeat(MODEL, self.name), msgspec.json.encode(heartbeat))
+
+    async def beat(self) -> None:
+        await self._bus.publish(subjects.worker_heartbeat(MODEL, self.name), msgspec.json.encode(self.heartbeat()))
 
     async def _send_heartbeats(self) -> None:
         while True:

@@ -1,47 +1,46 @@
-"""The scheduler's figures are those of its core."""
+"""What the scheduler shows to Prometheus of the models that it owns."""
 
-from contracts.messages.control import CancelRequest
-from contracts.messages.records import TenantLimits, TenantRecord
+from contracts.messages.records import TenantRecord
 from scheduler.core import events
 from scheduler.metrics import Collector
 from tests.support.scheduler_world import World
 
 
-def figures(made: World) -> dict[str, float]:
-    """Samples by name and the labels beside the model's."""
-    found = {}
-    for family in Collector(lambda: [made.core]).collect():
-        for sample in family.samples:
-            labels = dict(sample.labels)
-            assert labels.pop("model") == "m"
-            found["/".join([sample.name, *labels.values()])] = sample.value
-    return found
+def shown(world: World) -> dict[tuple[str, ...], float]:
+    """Name and label values -> value."""
+    families = Collector(lambda: [world.core]).collect()
+    return {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
 
 
-def test_the_figures_follow_what_happens_to_requests_and_workers() -> None:
-    made = World()
-    made.feed(events.TenantChanged("t0", TenantRecord(name="t0", limits=TenantLimits(input_tpm=100))))
-    worker = made.ready_worker(slots=1)
-    running, waiting = made.submit(), made.submit()
-    made.run_pending()
-    assert not made.answers[made.submit(prompt_tokens=101)].admitted
-    assert figures(made) == {
-        "headrace_requests_waiting": 1,
-        "headrace_requests_running": 1,
-        "headrace_reserved_tokens": 40,
-        "headrace_waiting_tokens": 20,
-        "headrace_workers": 1,
-        "headrace_lost_workers_total": 0,
-        "headrace_refusals_total/request_exceeds_limit": 1,
+def test_all_figures_of_a_model() -> None:
+    world = World()
+    first, second = world.ready_worker(), world.ready_worker()
+    for _ in range(3):
+        world.submit(prompt_tokens=10, max_output_tokens=20)
+    world.feed(events.TenantChanged("t9", TenantRecord(name="t9", priorities=("batch",))))
+    world.ask(tenant="t9")
+    world.run_pending()
+    for worker in (first, second):
+        world.pull(worker)
+    world.end(first, first.running.pop(next(iter(first.running))), "completed")
+    world.run_pending()
+    second.alive = False
+    for _ in range(8):
+        world.now += 500
+        world.feed(events.WorkerSeen(first.beat()))
+        world.feed(events.LoopbackSeen())
+    assert shown(world) == {
+        ("headrace_requests_waiting", "m"): 0,
+        ("headrace_requests_running", "m"): 2,
+        ("headrace_reserved_tokens", "m"): 60,
+        ("headrace_waiting_tokens", "m"): 0,
+        ("headrace_workers", "m"): 1,
+        ("headrace_lost_workers_total", "m"): 1,
+        ("headrace_refusals_total", "m", "permission_denied"): 1,
+        ("headrace_requests_ended_total", "m", "completed"): 1,
     }
-    made.feed(events.CancelAsked("t0", CancelRequest(request_id=waiting), None))
-    made.kill(worker)
-    found = figures(made)
-    assert found["headrace_requests_ended_total/cancelled"] == 1
-    assert (found["headrace_lost_workers_total"], found["headrace_workers"]) == (1, 0)
-    assert (found["headrace_requests_waiting"], found["headrace_requests_running"]) == (1, 0), running
-    assert (found["headrace_reserved_tokens"], found["headrace_waiting_tokens"]) == (20, 20)
 
 
-def test_a_standby_shows_no_figures() -> None:
-    assert not [sample for family in Collector(list).collect() for sample in family.samples]
+def test_a_standby_shows_no_model() -> None:
+    families = Collector(list).collect()
+    assert not any(family.samples for family in families)
