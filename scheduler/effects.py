@@ -51,9 +51,11 @@ class BodyCache:
             self._messages[message.stream_seq] = message
 
     def get(self, seq: int) -> Incoming | None:
+        """The message, if it is kept."""
         return self._messages.get(seq)
 
     def pop(self, seq: int) -> Incoming | None:
+        """The message, if it was kept; it is no longer."""
         message = self._messages.pop(seq, None)
         if message is not None:
             self._bytes -= len(message.data)

@@ -72,7 +72,7 @@ class Scheduler:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _campaign(self, model: str) -> None:
-        """Stand for ``model``'s lease and serve each term that is won, until cancelled."""
+        """Be a candidate for ``model``'s lease, and serve each term that is won, until cancelled."""
         try:
             while True:
                 lease = Lease(

@@ -101,12 +101,18 @@ class AdmissionControl:
         self.retry_reservations.pass_time(now_ms)
 
     def reserve(self, request: Request, now_ms: int) -> None:
-        """Charge a request that was checked."""
-        self.quota(request.tenant, now_ms).reserve(request.cost, now_ms)
-        self.reserved_tokens += request.cost.total
+        """Charge a request that was checked; it waits."""
+        quota = self.quota(request.tenant, now_ms)
+        tokens = request.cost.total
+        quota.reserve(request.cost, now_ms)
+        quota.waiting += 1
+        quota.waiting_tokens += tokens
+        self.waiting += 1
+        self.waiting_tokens += tokens
+        self.reserved_tokens += tokens
 
     def adopt(self, request: Request, now_ms: int) -> None:
-        """Charge a request that an earlier owner admitted."""
+        """Charge a request that an earlier owner admitted; whether it waits is counted apart."""
         self.quota(request.tenant, now_ms).adopt(request.cost, request.envelope.admitted_at_ms, now_ms)
         self.reserved_tokens += request.cost.total
 

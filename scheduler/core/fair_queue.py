@@ -53,6 +53,7 @@ class Share:
 
     @property
     def active(self) -> bool:
+        """Whether the tenant waits or runs."""
         return self.waiting > 0 or self.running > 0
 
 
@@ -234,7 +235,7 @@ class FairQueue:
                     heapq.heappush(heap, item)
 
     def _promote(self, now_ms: int) -> None:
-        """Batch requests that waited for the ageing time stand with the interactive ones from now on."""
+        """Batch requests that waited for the ageing time go with the interactive ones from now on."""
         while self._ageing and self._ageing[0][0] + self._ageing_ms <= now_ms:
             _, key = self._ageing.popleft()
             entry = self._entries.get(key)

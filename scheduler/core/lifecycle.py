@@ -71,7 +71,7 @@ class Lifecycle:
         """Reserve for a new request, which was checked, and wait for its message."""
         self.admission.reserve(request, self.now_ms)
         self.requests[request.id] = request
-        self.await_message(request)
+        request.advance(Trigger.ADMITTED, self.now_ms)
 
     def take_in(self, envelope: RequestEnvelope) -> Request:
         """Reserve for an open request of an earlier owner; a change of its state must follow."""
@@ -82,8 +82,8 @@ class Lifecycle:
         self.watch_stream_owner(request)
         return request
 
-    def await_message(self, request: Request) -> None:
-        """It waits from now on, in no queue yet."""
+    def admit_again(self, request: Request) -> None:
+        """A request that was taken in waits, in no queue yet."""
         request.advance(Trigger.ADMITTED, self.now_ms)
         self.admission.count_waiting(request, 1, self.now_ms)
 

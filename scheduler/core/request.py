@@ -97,10 +97,12 @@ class Request:
 
     @property
     def id(self) -> str:
+        """``request_id`` of all messages about it."""
         return self.envelope.request_id
 
     @property
     def tenant(self) -> str:
+        """Whose limits it counts against."""
         return self.envelope.tenant
 
     @property

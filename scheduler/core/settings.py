@@ -14,7 +14,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Loopback heartbeats (500 ms apart) of silence until a worker or stream owner is lost: 3 s."""
     cancel_repeat_ms: int = 1_000
     ageing_ms: int = 30_000
-    """A batch request that waited this long stands with the interactive ones: half the default deadline."""
+    """A batch request that waited this long goes with the interactive ones: half the default deadline."""
     pickup_timeout_ms: int = 15_000
     """An attempt in WORK that its worker, heard and ready, does not have in flight by then is given to another.
     It happens only when something was lost on the way; a worker pulls within milliseconds."""

@@ -73,7 +73,7 @@ class Takeover:
             return
         request = life.take_in(envelope)
         request.request_seq = event.seq
-        life.await_message(request)
+        life.admit_again(request)
         if life.tombstones.cancelled(envelope.request_id):
             life.end_waiting(request, "cancelled", "cancelled", "The request was cancelled.")
         elif event.stored_at_ms > envelope.publish_by_ms:

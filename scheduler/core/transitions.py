@@ -8,6 +8,8 @@ import enum
 
 
 class State(enum.StrEnum):
+    """Where a request is; NEW and SETTLED are seen within a step only."""
+
     NEW = "new"
     """Known by a message only; counted nowhere."""
     ADMITTED = "admitted"
