@@ -367,6 +367,7 @@ async def test_while_clickhouse_is_away_events_wait_and_the_ledger_lives(
     events = [event() for _ in range(300)]
     await store(bus, events[:100])
     await arrived(bus, 100)
+    await until(lambda: acknowledged(bus, 100), "what arrived is acknowledged")
 
     clickhouse.send(signal.SIGKILL)
     await store(bus, events[100:])
@@ -375,14 +376,19 @@ async def test_while_clickhouse_is_away_events_wait_and_the_ledger_lives(
         assert (await ledger.get("/health/live"))[0] == 200
         assert "hunter2" not in (await ledger.get("/health/ready"))[1]
     assert (await ask(bus)).code == "unavailable"
-    consumer = await bus.jetstream.api(f"CONSUMER.INFO.{topology.ATTEMPTS}.ledger")
-    assert consumer["ack_floor"]["stream_seq"] == 100
+    assert await acknowledged(bus, 100)
 
     clickhouse.start()
     await arrived(bus, 300)
     assert (await ask(bus)).rows[0].prompt_tokens == sum(of.prompt_tokens for of in events)
     for ledger in ledgers:
         assert ledger.send(signal.SIGTERM) == 0
+
+
+async def acknowledged(bus: Bus, count: int) -> bool:
+    """Whether the ledger has acknowledged the first ``count`` events, and no more."""
+    consumer = await bus.jetstream.api(f"CONSUMER.INFO.{topology.ATTEMPTS}.ledger")
+    return bool(consumer["ack_floor"]["stream_seq"] == count)
 
 
 async def is_away(ledger: Ledger) -> bool:
