@@ -3,7 +3,6 @@
 import msgspec
 
 from contracts.messages.admission import AdmissionRequest
-from contracts.messages.base import RequestDemand, fields_of
 from contracts.messages.control import Progress
 from contracts.messages.request import Reply, RequestEnvelope
 from contracts.tokens import reserved
@@ -68,14 +67,25 @@ class Request:
         self.cancel_sent_at_ms = 0
         self.cancel_waiters: list[object] = []
         """Handles of cancels that are answered when the end is stored."""
-        self.history: list[tuple[int, State, Trigger, int]] = []
-        """(time, state before, trigger, attempt) of the last changes."""
+        self.history: list[str] = []
+        """The last changes: time, state and attempt before, trigger."""
 
     @classmethod
     def admitted(cls, asked: AdmissionRequest, *, now_ms: int, publish_by_ms: int, deadline_at_ms: int) -> "Request":
         """One admitted now, of which REQUESTS holds nothing yet."""
-        envelope = RequestEnvelope(
-            **fields_of(RequestDemand, asked),
+        envelope = RequestEnvelope(  # Field by field: ``fields_of`` costs a sixth of an admission.
+            request_id=asked.request_id,
+            tenant=asked.tenant,
+            key_id=asked.key_id,
+            model=asked.model,
+            endpoint=asked.endpoint,
+            priority=asked.priority,
+            stream=asked.stream,
+            choices=asked.choices,
+            prompt_tokens=asked.prompt_tokens,
+            max_output_tokens=asked.max_output_tokens,
+            stream_owner=asked.stream_owner,
+            version=asked.version,
             admitted_at_ms=now_ms,
             publish_by_ms=publish_by_ms,
             deadline_at_ms=deadline_at_ms,
@@ -117,11 +127,11 @@ class Request:
         following = TRANSITIONS.get((self.state, trigger))
         if following is None:
             raise InvalidTransition(f"{trigger} does not follow: {self}")
-        self.history.append((now_ms, self.state, trigger, self.attempt))
-        if len(self.history) > HISTORY_MAX:
-            del self.history[0]
+        if trigger is not Trigger.ADMITTED:  # The beginning of every history that shows no other.
+            self.history.append(f"{now_ms} {self.state}, attempt {self.attempt}: {trigger}")
+            if len(self.history) > HISTORY_MAX:
+                del self.history[0]
         self.state = following
 
     def __str__(self) -> str:
-        steps = "; ".join(f"{at_ms} {state}, attempt {number}: {what}" for at_ms, state, what, number in self.history)
-        return f"request {self.id} is {self.state} after [{steps}]"
+        return f"request {self.id} is {self.state} after [{'; '.join(self.history)}]"
