@@ -2,8 +2,8 @@
 
 import asyncio
 import os
+import platform
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +13,9 @@ import msgspec
 
 from compose.stack.data_dir import ComposeError, DataDir, Run
 from compose.stack.nats_config import nats_server
+from compose.stack.ports import Ports
 from compose.stack.probes import http_reason
 
-PYTHON_MIN = (3, 11)
 MEMORY_MIN_GB = 4.0
 """For one vLLM worker on CPU with the small model (2.4 GB measured) beside everything else."""
 DISK_MIN_GB = 6.0
@@ -65,10 +65,8 @@ def examine(data_dir: Path, port: int) -> list[Finding]:
 
 
 def _python() -> Finding:
-    version = ".".join(map(str, sys.version_info[:3]))
-    ok = sys.version_info >= PYTHON_MIN
-    wanted = ".".join(map(str, PYTHON_MIN))
-    return Finding(name="Python", ok=ok, text=version if ok else f"{version}; {wanted} or newer is needed")
+    """Its version, which is new enough where this module could be imported."""
+    return Finding(name="Python", ok=True, text=platform.python_version(), needed=False)
 
 
 def _nats() -> Finding:
@@ -140,13 +138,13 @@ def _disk(path: Path) -> Finding:
 
 
 def _port(port: int) -> Finding:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            return Finding(name=f"port {port}", ok=False, text=f"{reason}; choose another one with --port")
+    ports = Ports()
+    try:
+        ports.take("127.0.0.1", port)
+    except ComposeError as error:
+        return Finding(name=f"port {port}", ok=False, text=str(error))
+    finally:
+        ports.close()
     return Finding(name=f"port {port}", ok=True, text="free")
 
 
