@@ -85,8 +85,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def csv_text(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Lines of CSV (RFC 4180), without the last line end."""
-    text = io.StringIO()
-    csv.writer(text).writerows([head, *rows])
+    csv.writer(text := io.StringIO()).writerows([head, *rows])
     return text.getvalue().removesuffix("\r\n")
 
 
