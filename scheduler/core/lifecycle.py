@@ -126,17 +126,10 @@ class Lifecycle:
         if request.envelope.deadline_at_ms <= self.now_ms:
             self.expire(request)
             return True
-        worker = self.pool.place(
-            request.id,
-            choices=request.envelope.choices,
-            tokens=request.cost.total,
-            version=request.envelope.version,
-            poison_candidate=request.deaths > 0,
-        )
+        worker = self.pool.place(request)
         if worker is None:
-            if request.deaths == 0:
-                waited_ms = self.now_ms - queued.since_ms
-                self.pool.reserve_worker(request.id, version=request.envelope.version, waited_ms=waited_ms)
+            if not request.deaths:
+                self.pool.reserve_worker(request, self.now_ms - queued.since_ms)
             return False
         self._dispatch_to(request, worker)
         return True
@@ -187,13 +180,7 @@ class Lifecycle:
         request.was_in_flight = False
         request.exonerated = False
         request.adopted = False
-        self.pool.assign(
-            worker,
-            request.id,
-            choices=request.envelope.choices,
-            tokens=request.cost.total,
-            poison_candidate=request.deaths > 0,
-        )
+        self.pool.assign(worker, request)
 
     def ack_request(self, request: Request) -> None:
         """REQUESTS need not hold it any more."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from contracts.messages.base import Epoch
 from contracts.messages.control import Progress, WorkerHeartbeat
+from scheduler.core.request import Request
 
 EVICTED_MAX = 4096
 """Names of lost workers that are remembered: hours of the worst flapping. A guess."""
@@ -164,16 +165,17 @@ class WorkerPool:
         """Whether some worker has a free slot."""
         return any(self.usable(w) and w.slots_reserved < w.beat.slots for w in self.workers.values())
 
-    def place(self, key: str, *, choices: int, tokens: int, version: str, poison_candidate: bool) -> Worker | None:
-        """The least loaded worker that can take the request ``key`` now, or None."""
+    def place(self, request: Request) -> Worker | None:
+        """The least loaded worker that can take the request now, or None."""
+        choices, tokens, version = request.envelope.choices, request.cost.total, request.envelope.version
         best: Worker | None = None
         best_load = 0.0
         for worker in self.workers.values():
             if not self.usable(worker) or (version and worker.beat.version != version):
                 continue
-            if self._reserved_for.get(worker.beat.worker, key) != key:
+            if self._reserved_for.get(worker.beat.worker, request.id) != request.id:
                 continue
-            if poison_candidate and worker.poison_candidates:
+            if request.deaths and worker.poison_candidates:
                 continue
             wanted = self._load(worker, choices, tokens)
             if worker.slots_reserved + wanted.slots > worker.beat.slots:
@@ -187,17 +189,18 @@ class WorkerPool:
                 best, best_load = worker, load
         return best
 
-    def assign(self, worker: Worker, request_id: str, *, choices: int, tokens: int, poison_candidate: bool) -> None:
+    def assign(self, worker: Worker, request: Request) -> None:
         """Take up room for the request's attempt."""
         worker.attributed.clear()
-        worker.reserve(request_id, self._load(worker, choices, tokens))
-        if poison_candidate:
-            worker.poison_candidates.add(request_id)
+        worker.reserve(request.id, self._load(worker, request.envelope.choices, request.cost.total))
+        if request.deaths:
+            worker.poison_candidates.add(request.id)
 
-    def reserve_worker(self, key: str, *, version: str, waited_ms: int) -> None:
+    def reserve_worker(self, request: Request, waited_ms: int) -> None:
         """A request that fits nobody now: after the starvation timeout a worker is reserved for it."""
-        if waited_ms < self._starvation_timeout_ms or key in self._reserved_for.values():
+        if waited_ms < self._starvation_timeout_ms or request.id in self._reserved_for.values():
             return
+        version = request.envelope.version
         free = [
             worker
             for worker in self.workers.values()
@@ -208,12 +211,12 @@ class WorkerPool:
         ]
         if free:
             chosen = min(free, key=lambda worker: worker.kv_reserved / max(1, self._kv_limit(worker)))
-            self._reserved_for[chosen.beat.worker] = key
+            self._reserved_for[chosen.beat.worker] = request.id
 
-    def free_worker(self, key: str) -> bool:
+    def free_worker(self, request_id: str) -> bool:
         """Whether a worker was reserved for the request; it is free for others now."""
         for name, reserved_for in list(self._reserved_for.items()):
-            if reserved_for == key:
+            if reserved_for == request_id:
                 del self._reserved_for[name]
                 return True
         return False

@@ -236,13 +236,7 @@ class World:
             return
         for request in core.requests.values():
             if request.state is State.QUEUED:
-                placed = core.pool.place(
-                    request.id,
-                    choices=request.envelope.choices,
-                    tokens=request.cost.total,
-                    version="",
-                    poison_candidate=request.deaths > 0,
-                )
+                placed = core.pool.place(request)
                 assert placed is None, f"{request.id} waits although it fits {placed.beat.worker}"
 
     def store_attempt(self, event: AttemptEvent) -> bool:
