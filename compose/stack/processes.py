@@ -104,9 +104,8 @@ class Child:
 
     def reap(self) -> None:
         """Notice the end of the process and kill what it left of its group, before its id is free again."""
-        if self.pid is None:
+        if self._process is None or self.pid is None:
             return
-        assert self._process is not None
         if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
         self.kill()

@@ -106,7 +106,8 @@ async def _pages(bus: Bus, question: str, query: RangeQuery, kind: type[P]) -> A
 
 async def invoice(bus: Bus, tenant: str, month: str) -> Invoice:
     answer = await _ask(bus, "invoice", InvoiceQuery(tenant=tenant, month=month), InvoiceAnswer)
-    assert answer.invoice is not None
+    if answer.invoice is None:
+        raise ComposeError("the ledger answered without an invoice")
     return answer.invoice
 
 

@@ -83,8 +83,7 @@ async def _run(make: "Callable[[], Stack]", terminal: Terminal) -> int:
     terminal.show("")
     terminal.say(f"{problem}; stopping everything" if failed else "stopping (Ctrl-C again: at once)")
     await stack.stop()
-    if failed and not isinstance(problem, ComposeError):
-        assert problem is not None
+    if problem is not None and not isinstance(problem, (asyncio.CancelledError, ComposeError)):
         raise problem
     terminal.say("stopped")
     return 1 if failed else 0
@@ -309,7 +308,7 @@ class Stack:
 
     @property
     def _url(self) -> str:
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._options.host, self._options.host)
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._options.host, self._options.host)  # noqa: S104 (read only)
         return f"{self._scheme}://{host}:{self._port}"
 
     @property

@@ -21,7 +21,8 @@ class CallerWatch:
 
     def __enter__(self) -> Self:
         task = asyncio.current_task()
-        assert task is not None
+        if task is None:
+            raise RuntimeError("only a task can be told that its caller left")
         self._task = task
         self._watcher = asyncio.create_task(self._watch())
         return self

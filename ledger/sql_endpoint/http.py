@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import structlog
 import uvicorn
@@ -83,7 +83,8 @@ class SqlEndpoint:
     @property
     def address(self) -> str:
         """``host:port`` where it listens."""
-        assert self._socket is not None
+        if self._socket is None:
+            raise RuntimeError("the endpoint was not started")
         host, port, *_ = self._socket.getsockname()
         return f"{host}:{port}"
 
@@ -178,8 +179,8 @@ def _pong(_request: Request) -> Response:
 
 
 async def _failure(request: Request, error: Exception) -> Response:
-    """As drivers read it: code in a header, text in the body."""
-    assert isinstance(error, Failed)
+    """As drivers read it: code in a header, text in the body. Starlette hands it Failed alone."""
+    error = cast(Failed, error)
     status, headers = formats.STATUS.get(error.code, 500), {"X-ClickHouse-Exception-Code": str(error.code), **_HEADERS}
     if error.code == 516 and "Authorization" not in request.headers:
         status, headers["WWW-Authenticate"] = 401, 'Basic realm="headrace"'

@@ -10,6 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from typing import cast
 
 from contracts import clock
 from contracts.messages.records import Manifest
@@ -118,8 +119,7 @@ class SimulatedEngine:
         try:
             batch = self._living_batch()
             for sequence, kind in batch.step(now := self._loop.time()):
-                attempt = sequence.owner
-                assert isinstance(attempt, _Attempt)
+                attempt = cast(_Attempt, sequence.owner)
                 for done in attempt.take(sequence, kind):
                     batch.remove(done, now)
             self._arm()
