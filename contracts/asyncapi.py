@@ -92,7 +92,8 @@ CHANNELS = (
         summary="Frames of a tenant's own service, on the reply subject that it named.",
     ),
     Channel("gatewayReplyInbox", subjects.gateway_reply_inbox, [ReplyMessage], ["worker", "scheduler"], ["gateway"]),
-    Channel("cancel", subjects.cancel, [CancelRequest], ["service", "gateway"], ["scheduler"], [CancelAnswer]),
+    Channel("cancel", subjects.cancel, [CancelRequest], ["service"], ["scheduler"], [CancelAnswer]),
+    Channel("gatewayCancel", subjects.gateway_cancel, [CancelRequest], ["gateway"], ["scheduler"], [CancelAnswer]),
     Channel("status", subjects.status, [StatusRequest], ["service", "gateway"], ["scheduler"], [StatusAnswer]),
     Channel("frames", subjects.frames, [FramesRequest], ["service", "gateway"], ["worker"], [FramesAnswer]),
     Channel(

@@ -104,7 +104,7 @@ _BODIES = f"OBJ_{topology.BODIES}"
 
 # The admin API is the gateways', so they keep tenants, keys and models.
 _GATEWAY = (
-    *(form(subject) for subject in (subjects.admit, subjects.request, subjects.cancel, subjects.status)),
+    *(form(subject) for subject in (subjects.admit, subjects.request, subjects.gateway_cancel, subjects.status)),
     *(form(subject) for subject in (subjects.frames, subjects.queues)),
     subjects.USAGE_QUERIES,
     subjects.stream_owner_heartbeat(form(subjects.gateway_stream_owner)),
@@ -158,7 +158,7 @@ _ROLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         _SCHEDULER,
         (
             form(subjects.admit),
-            form(subjects.cancel),
+            form(subjects.cancels_of),
             form(subjects.status),
             form(subjects.queues),
             subjects.HEARTBEATS,

@@ -15,6 +15,8 @@ MAX_NAME_BYTES = 128
 
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-")
 _TOKEN = re.compile(r"(?:[A-Za-z0-9-]|_[0-9a-f]{2})+\Z")
+_GATEWAY = "_gw"
+"""In the place of a tenant: no encoded name, so no tenant can take it."""
 
 
 class InvalidName(ValueError):
@@ -104,9 +106,19 @@ def cancel(model: str, tenant: str) -> str:
     return f"cancel.v1.{encode(model)}.{encode(tenant)}"
 
 
+def gateway_cancel(model: str, tenant: str) -> str:
+    """Cancel request of a gateway, whose word counts when it says that the service failed."""
+    return f"cancel.v1.{encode(model)}.{_GATEWAY}.{encode(tenant)}"
+
+
 def cancels_of(model: str) -> str:
     """All cancel requests to a model's scheduler."""
-    return f"cancel.v1.{encode(model)}.*"
+    return f"cancel.v1.{encode(model)}.>"
+
+
+def is_gateway_cancel(subject: str) -> bool:
+    """Whether a cancel request came from a gateway."""
+    return subject.split(".")[3] == _GATEWAY
 
 
 def status(model: str, tenant: str) -> str:
@@ -200,8 +212,13 @@ STREAM_OWNER_HEARTBEATS = "hb.v1.stream-owner."
 
 
 def gateway_stream_owner(incarnation: str) -> str:
-    """Name of a gateway as stream owner; ``_gw`` is no encoded name, so no tenant can take it."""
-    return f"_gw.{encode(incarnation)}"
+    """Name of a gateway as stream owner."""
+    return f"{_GATEWAY}.{encode(incarnation)}"
+
+
+def is_gateway(stream_owner: str) -> bool:
+    """Whether the stream owner of that name is a gateway."""
+    return stream_owner.startswith(_GATEWAY + ".")
 
 
 def tenant_stream_owner(tenant: str, incarnation: str) -> str:
@@ -219,8 +236,8 @@ def loopback_heartbeat(observer: str) -> str:
     return f"hb.v1.loopback.{encode(observer)}"
 
 
-GATEWAY_REPLIES = "reply.v1._gw."
-"""Prefix of gateways' reply inboxes; ``_gw`` is no encoded name, so no tenant can own it."""
+GATEWAY_REPLIES = f"reply.v1.{_GATEWAY}."
+"""Prefix of gateways' reply inboxes."""
 
 
 def gateway_reply_inbox(incarnation: str) -> str:

@@ -13,6 +13,7 @@ from contracts.clock import now_ms
 from contracts.messages.admission import AdmissionRequest
 from contracts.messages.base import Codec
 from contracts.messages.control import (
+    SERVICE_FAULTS,
     CancelRequest,
     LoopbackHeartbeat,
     StatusRequest,
@@ -131,6 +132,8 @@ class Term:
     def _on_cancel(self, message: Incoming) -> None:
         asked = decoded(_cancel, message, "cancel_undecodable")
         if asked is not None and self._lease.held:
+            if asked.reason in SERVICE_FAULTS and not subjects.is_gateway_cancel(message.subject):
+                asked = msgspec.structs.replace(asked, reason="client_cancelled")  # Else nobody would have to pay.
             self.feed(events.CancelAsked(subjects.tenant_of_last_token(message.subject), asked, message))
 
     def _on_status(self, message: Incoming) -> None:

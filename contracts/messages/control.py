@@ -1,15 +1,22 @@
 """Cancel and status, signs of life, and the orders of a model's owner to its workers."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from contracts.messages.base import Epoch, Message, Outcome, TokenCounts
 from contracts.messages.frames import EndData, ErrorData
 
-CancelReason = Literal["client_disconnected", "client_cancelled", "publish_unconfirmed", "slow_reader", "shutdown"]
+ServiceFault = Literal["publish_unconfirmed", "relay_failed", "worker_lost", "shutdown", "gateway_lost"]
+CancelReason = Literal["client_disconnected", "client_cancelled", "slow_reader"] | ServiceFault
+"""Why a request is cancelled: by its caller, or because the service failed it."""
+
+SERVICE_FAULTS: frozenset[str] = frozenset(get_args(ServiceFault))
+"""Nobody is billed for these. A gateway may name them, by its own subject (subjects.gateway_cancel), and a scheduler;
+from a tenant's service they count as ``client_cancelled``.
+"""
 
 
 class CancelRequest(Message, frozen=True, kw_only=True):
-    """Anyone who may publish to ``cancel.v1.<model>.<tenant>`` -> scheduler. Idempotent."""
+    """A tenant's service (``subjects.cancel``) or a gateway (``subjects.gateway_cancel``) -> scheduler. Idempotent."""
 
     request_id: str
     reason: CancelReason = "client_cancelled"

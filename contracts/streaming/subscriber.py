@@ -50,8 +50,13 @@ CANCEL_S_MAX = 60.0
 CLOSE_S_MAX = 2.0
 """What is under way may settle for so long. Heartbeats go on meanwhile."""
 
-MAY_STILL_RUN = frozenset({"stream_interrupted", "unavailable", "internal_error", "worker_lost"})
-"""Failures that a relay finds by itself, while a worker may go on generating for nobody: these are cancelled."""
+MAY_STILL_RUN: dict[str, CancelReason] = {
+    "stream_interrupted": "relay_failed",
+    "unavailable": "relay_failed",
+    "internal_error": "relay_failed",
+    "worker_lost": "worker_lost",
+}
+"""Failures that a relay finds by itself, while a worker may go on generating for nobody: cancelled for this reason."""
 
 T = TypeVar("T")
 
@@ -98,12 +103,21 @@ class RelayedStream:
 class Subscriber:
     """Listens on ``reply_inbox`` for the streams that are open, and speaks for them as ``stream_owner``."""
 
-    def __init__(self, bus: Bus, *, reply_inbox: str, stream_owner: str) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        reply_inbox: str,
+        stream_owner: str,
+        cancel_subject: Callable[[str, str], str] = subjects.cancel,
+    ) -> None:
         self.reply_inbox = reply_inbox
         """Reply subject of all streams."""
         self.stream_owner = stream_owner
         """Name on the bus under which heartbeats are sent."""
         self._bus = bus
+        self._cancel_subject = cancel_subject
+        """Of a model and a tenant: who may publish there may cancel for the tenant."""
         self._streams: dict[str, RelayedStream] = {}
         self._subscription: Subscription | None = None
         self._loops: list[asyncio.Task[None]] = []
@@ -160,7 +174,7 @@ class Subscriber:
     def cancel(self, request: RelayedStream | RequestEnvelope, reason: CancelReason) -> asyncio.Task[bool]:
         """Cancel in the background, repeated until that is durable; the task's result is whether it became so."""
         question = CancelRequest(request_id=request.request_id, reason=reason)
-        return self.spawn(self._cancel(question, subjects.cancel(request.model, request.tenant)))
+        return self.spawn(self._cancel(question, self._cancel_subject(request.model, request.tenant)))
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run ``work`` to its end whoever waits for it; ``close`` gives it CLOSE_S_MAX."""
@@ -194,7 +208,7 @@ class Subscriber:
             elif type(effect) is Finish:
                 stream.on_end(effect.end)
             elif type(effect) is Fail:
-                self.fail(stream, effect.error, "client_cancelled" if effect.error.code in MAY_STILL_RUN else None)
+                self.fail(stream, effect.error, MAY_STILL_RUN.get(effect.error.code))
             elif type(effect) is AskFrames:
                 REPAIRS.labels("frames").inc()
                 _kept(self._questions, self._ask_frames(stream, effect))

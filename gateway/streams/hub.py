@@ -16,6 +16,7 @@ class Hub(Subscriber):
             bus,
             reply_inbox=subjects.gateway_reply_inbox(incarnation),
             stream_owner=subjects.gateway_stream_owner(incarnation),
+            cancel_subject=subjects.gateway_cancel,
         )
         self.incarnation = incarnation
         self._hold_s = hold_s

@@ -8,11 +8,14 @@ from ledger.core import money
 
 _WHY_CANCELLED = {
     "client_disconnected": "the caller hung up",
-    "client_cancelled": "the caller, or its gateway after an error, cancelled it",
+    "client_cancelled": "the caller cancelled it",
     "slow_reader": "the caller read too slowly",
     "publish_unconfirmed": "its gateway could not make sure that it was stored",
+    "relay_failed": "its gateway could not get the whole answer",
+    "worker_lost": "its gateway was told that the worker was lost",
     "shutdown": "its gateway was shut down",
-    "stream_owner_lost": "the gateway or service that held it for the caller was lost",
+    "gateway_lost": "its gateway was lost",
+    "stream_owner_lost": "the service that asked for it was lost",
 }
 
 

@@ -26,6 +26,7 @@ SUBJECTS = {
     "dead": subjects.DEAD_ATTEMPTS,
     "cancel T1": subjects.cancel("m", "T1"),
     "cancel T2": subjects.cancel("m", "T2"),
+    "a gateway's cancel": subjects.gateway_cancel("m", "T1"),
     "status T1": subjects.status("m", "T1"),
     "status T2": subjects.status("m", "T2"),
     "frames T1": subjects.frames("w-1", "T1"),
@@ -70,7 +71,8 @@ REPLIES = {"reply to a gateway", "reply to T1", "reply to T2"}
 MAY_PUBLISH: dict[str, set[str]] = {
     "operator": set(SUBJECTS),
     "gateway": {"admit", "request", "queues", "usage", "usage all", "beat of a gateway", "body", "key hashes read"}
-    | {f"{kind} {tenant}" for kind in ("cancel", "status", "frames", "usage") for tenant in ("T1", "T2")}
+    | {f"{kind} {tenant}" for kind in ("status", "frames", "usage") for tenant in ("T1", "T2")}
+    | {"a gateway's cancel"}
     | {f"key of {bucket}" for bucket in (topology.KEYS, topology.TENANTS, topology.MODELS)},
     "scheduler": {
         "work",
@@ -92,6 +94,7 @@ READABLE: dict[str, set[str]] = {
     "operator": set(SUBJECTS),
     "gateway": {"submit T1", "submit T2", "reply to a gateway"},
     "scheduler": {"admit", "cancel T1", "cancel T2", "status T1", "status T2", "queues", "loopback"}
+    | {"a gateway's cancel"}
     | {"beat of a worker", "beat of a gateway", "beat of T1", "beat of T2"},
     "worker": {"control", "frames T1", "frames T2"},
     "ledger": {"usage", "usage all", "usage T1", "usage T2"},

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -170,6 +170,18 @@ async def test_a_request_that_kills_two_workers_is_kept_in_quarantine_with_its_b
     assert await shell.is_empty(topology.REQUESTS)
     assert msgspec.json.decode(shell.frames[-1][1].data, type=ErrorData).code == "request_quarantined"
     assert len(logged(logs, "request_quarantined")) == 1
+
+
+@pytest.mark.parametrize("sender", [subjects.cancel, subjects.gateway_cancel])
+async def test_only_a_gateway_is_believed_that_the_service_failed(shell: Shell, sender: Callable[..., str]) -> None:
+    """Nobody pays for what the service failed to deliver, so a tenant must not be able to say so."""
+    await shell.owner(await shell.start())
+    worker = await shell.worker()
+    request_id = await shell.submit()
+    await shell.item(request_id)
+    await shell.cancel(request_id, "relay_failed", sender(MODEL, TENANT))
+    (order,) = worker.told(CancelAttempt)
+    assert order.reason == ("relay_failed" if sender is subjects.gateway_cancel else "client_cancelled")
 
 
 async def test_a_cancel_is_durable_when_the_worker_does_not_have_the_attempt(shell: Shell) -> None:

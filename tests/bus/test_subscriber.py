@@ -277,7 +277,7 @@ async def test_a_failure_ends_the_stream_and_cancels_what_may_still_run(
     assert (stream.texts, stream.ends) == (["0"], [error])
     assert len(subscriber) == 1
     await subscriber.close()
-    assert peer.cancelled == [CancelRequest(request_id="r-s")] * cancelled
+    assert peer.cancelled == [CancelRequest(request_id="r-s", reason="relay_failed")] * cancelled
 
 
 async def test_a_reader_that_is_too_slow_is_cut_off_and_cancelled(subscriber: Subscriber, peer: Peer) -> None:

@@ -87,7 +87,7 @@ async def test_in_admission(cluster: Cluster, stream: bool) -> None:
     scheduler.freeze()
     async with heard(cluster, subjects.admit(MODEL)):
         call = cluster.ask(stream=stream, max_tokens=5)
-    async with heard(cluster, subjects.cancel(MODEL, TENANT)):
+    async with heard(cluster, subjects.gateway_cancel(MODEL, TENANT)):
         await call.leave()
     scheduler.thaw()
     await cluster.quiet()

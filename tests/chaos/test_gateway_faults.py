@@ -162,7 +162,7 @@ async def test_a_publish_that_timed_out_and_is_stored_after_its_cancel_never_run
     async with cluster.bus() as bus:
         answer = _admitted.decode(await bus.request(subjects.admit(MODEL), asked(request_id)))
         cancel = _cancel.encode(CancelRequest(request_id=request_id, reason="publish_unconfirmed"))
-        assert _cancelled.decode(await bus.request(subjects.cancel(MODEL, TENANT), cancel)).durable
+        assert _cancelled.decode(await bus.request(subjects.gateway_cancel(MODEL, TENANT), cancel)).durable
         message = envelope(request_id, publish_by_ms=answer.publish_by_ms)
         await bus.jetstream.store(subjects.request(MODEL, TENANT), _envelope.encode(message), msg_id=request_id)
     (event,) = await cluster.ended(request_id)

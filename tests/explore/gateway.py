@@ -173,7 +173,7 @@ def feed(world: "World", rid: str, op: Op) -> None:
             case ("fail", code):
                 end(world, rid, "fail", code)
                 if code in MAY_STILL_RUN:
-                    cancel(world, rid, "client_cancelled")
+                    cancel(world, rid, MAY_STILL_RUN[code])
             case ("status?",):
                 _put_question(world, rid, ("status?",))
                 schedulers.ask_all(world, "status?", rid)

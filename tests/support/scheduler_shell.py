@@ -17,6 +17,7 @@ from contracts.messages.control import (
     Announce,
     CancelAnswer,
     CancelAttempt,
+    CancelReason,
     CancelRequest,
     ControlAnswer,
     ControlRequest,
@@ -254,9 +255,11 @@ class Shell:
         await self.publish(request_id, body, **fields)
         return request_id
 
-    async def cancel(self, request_id: str) -> CancelAnswer:
-        question = CancelRequest(request_id=request_id)
-        return msgspec.json.decode(await self.ask(subjects.cancel(MODEL, TENANT), question), type=CancelAnswer)
+    async def cancel(
+        self, request_id: str, reason: CancelReason = "client_cancelled", subject: str = subjects.cancel(MODEL, TENANT)
+    ) -> CancelAnswer:
+        question = CancelRequest(request_id=request_id, reason=reason)
+        return msgspec.json.decode(await self.ask(subject, question), type=CancelAnswer)
 
     async def status(self, request_id: str) -> StatusAnswer:
         question = StatusRequest(request_id=request_id)
