@@ -36,8 +36,8 @@ A = TypeVar("A", UsageAnswer, LatencyAnswer)
 
 
 def _split(given: list[str]) -> list[str]:
-    """From ``by=day&by=model`` or ``by=day,model``: each name once."""
-    return list(dict.fromkeys(name.strip() for part in given for name in part.split(",") if name.strip()))
+    """From ``by=day&by=model`` or ``by=day,model``: each name once. An empty one is refused as no such name."""
+    return list(dict.fromkeys(name.strip() for part in given for name in part.split(",")))
 
 
 def _parsed(text: str) -> int:

@@ -70,7 +70,8 @@ async def test_c42_days_beyond_the_calendar_are_400(world: World, query: str) ->
 
 
 @pytest.mark.parametrize(
-    "query", ["limit=0", "limit=10001", "limit=1_0", "limit=%2B5", "limit=5.0", "after=-1", "after=x", "by=day,moon"]
+    "query",
+    ["limit=0", "limit=10001", "limit=1_0", "limit=%2B5", "limit=5.0", "after=-1", "after=x", "by=day,moon", "by="],
 )
 async def test_a_parameter_out_of_range_is_refused_by_name(world: World, query: str) -> None:
     for path in ("/v1/usage", "/admin/v1/usage/latency"):

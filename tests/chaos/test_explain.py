@@ -276,7 +276,9 @@ async def test_a_worker_that_is_shut_down(cluster: Cluster) -> None:
     await call.done()
     assert call.code == "shutting_down", call.story()
     of_call = await told(cluster, call)
-    assert (of_call.outcomes, of_call.tokens, of_call.billed) == ([(1, "failed")], [call.tokens], [])
+    assert (of_call.outcomes, of_call.billed) == ([(1, "failed")], [])
+    # The token of the turn in which the engine is stopped is counted, and may be fetched by nobody.
+    assert call.tokens <= of_call.tokens[0] <= call.tokens + 1
     of_call.says("(shutting_down: the worker is shutting down), as the worker reports.", UNSAFE)
 
 
