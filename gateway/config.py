@@ -14,6 +14,8 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     """File whose bytes key the HMAC of API keys; without it no stored key can be tried offline."""
     listen: tuple[str, ...] = ("127.0.0.1:8080",)
     """Addresses as JSON list of host:port; gateways on one host may share one (SO_REUSEPORT)."""
+    admin_listen: tuple[str, ...] = ("127.0.0.1:8081",)
+    """Addresses of the admin API, which is served nowhere else; none: not by this gateway."""
     tls_cert_file: str = ""
     tls_key_file: str = ""
     cors_origins: tuple[str, ...] = ("*",)
@@ -37,10 +39,11 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         wrong = []
         if not self.listen:
             wrong.append("HEADRACE_LISTEN names no address")
-        for address in self.listen:
-            host, _, port = address.rpartition(":")
-            if not host or not port.isdecimal() or int(port) > 65535:
-                wrong.append(f"HEADRACE_LISTEN: {address!r} is not host:port")
+        for variable, addresses in (("HEADRACE_LISTEN", self.listen), ("HEADRACE_ADMIN_LISTEN", self.admin_listen)):
+            for address in addresses:
+                host, _, port = address.rpartition(":")
+                if not host or not port.isdecimal() or int(port) > 65535:
+                    wrong.append(f"{variable}: {address!r} is not host:port")
         if bool(self.tls_cert_file) != bool(self.tls_key_file):
             wrong.append("HEADRACE_TLS_CERT_FILE and HEADRACE_TLS_KEY_FILE: one without the other")
         return wrong

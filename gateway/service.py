@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -36,6 +37,8 @@ class Gateway:
         self._stopping = asyncio.Event()
         self.addresses: list[str] = []
         """Where it listens, once it serves."""
+        self.admin_addresses: list[str] = []
+        """Where the admin API is."""
         self._directory = Directory(registry.read_pepper(Path(config.pepper_file)))
         self._catalog = Catalog()
         self._hub = Hub(bus, ids.incarnation("gw"), hold_s=config.hold_s, bytes_max=config.stream_bytes_max)
@@ -68,24 +71,29 @@ class Gateway:
 
     async def run(self) -> None:
         """Serve; when it returns, everything that was begun has ended."""
-        sockets = server.listen(self._config.listen)
+        public, private = server.listen(self._config.listen), server.listen(self._config.admin_listen)
         await self._directory.start(self._bus)
         await self._catalog.start(self._bus)
         await self._hub.start()
         await self._ingress.start()
         self._readiness.start()
-        application = routes.build(self._services, self._inference, (usage.own, usage.everyones, admin.router))
-        http = server.make(application, self._config)
+        listeners = [
+            (server.make(routes.public(self._services, self._inference, (usage.own,)), self._config), public),
+            (server.make(routes.private(self._services, (usage.everyones, admin.router)), self._config), private),
+        ]
         gc.freeze()  # What stands so far is never looked at again: a full collection would pause streams for 30 ms.
-        serving = asyncio.create_task(http.serve(sockets))
-        begun = asyncio.create_task(http.serving.wait())
-        stopping = asyncio.create_task(self._stopping.wait())
+        serving: asyncio.Future[Any] = asyncio.gather(*(http.serve(sockets) for http, sockets in listeners))
+        begun: asyncio.Future[Any] = asyncio.gather(*(http.serving.wait() for http, _ in listeners))
+        stopping: asyncio.Future[Any] = asyncio.create_task(self._stopping.wait())
         await asyncio.wait([serving, begun, stopping], return_when=asyncio.FIRST_COMPLETED)
-        self.addresses = [f"{opened.getsockname()[0]}:{opened.getsockname()[1]}" for opened in sockets]
-        _log.info("gateway_started", incarnation=self._hub.incarnation, listen=self.addresses)
+        self.addresses, self.admin_addresses = server.addresses(public), server.addresses(private)
+        _log.info(
+            "gateway_started", incarnation=self._hub.incarnation, listen=self.addresses, admin=self.admin_addresses
+        )
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
         await self._drain()
-        http.should_exit = True
+        for http, _ in listeners:
+            http.should_exit = True
         await serving
         for waiter in (begun, stopping):
             waiter.cancel()

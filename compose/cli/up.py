@@ -17,6 +17,9 @@ def up(
     schedulers: Annotated[int, typer.Option(min=1, help="Schedulers.")] = 1,
     host: Annotated[str, typer.Option(help="Address that the gateways listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the API; 0 takes a free one.")] = 8080,
+    admin_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the admin API on 127.0.0.1; 0 takes a free one.")
+    ] = 0,
     tls_cert: Annotated[str, typer.Option(help="Certificate file of the API; with --tls-key. Else plain HTTP.")] = "",
     tls_key: Annotated[str, typer.Option(help="File of the certificate's key.")] = "",
     data_dir: Annotated[Path | None, typer.Option(help="Default: HEADRACE_DATA_DIR or .headrace.")] = None,
@@ -40,6 +43,7 @@ def up(
         schedulers=schedulers,
         host=host,
         port=port,
+        admin_port=admin_port,
         tls_cert=tls_cert,
         tls_key=tls_key,
         nats_url=nats_url,

@@ -37,6 +37,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     """0 takes a free one."""
+    admin_port: int
+    """On 127.0.0.1; 0 takes a free one."""
     tls_cert: str
     """Files of the certificate and its key; empty: plain HTTP."""
     tls_key: str
@@ -68,6 +70,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """``run.json``: where a running stack is reached. Scripts read it; keep names and meanings."""
 
     url: str
+    admin_url: str
     gateway_urls: list[str]
     metrics_urls: dict[str, list[str]]
     nats_url: str

@@ -53,10 +53,13 @@ def run(options: Options, data_dir: Path) -> int:
         directory.remove_run()
         ports = Ports()
         shared = ports.take(options.host, options.port, shared=True)
+        admin = ports.take("127.0.0.1", options.admin_port, shared=True)
         manifests = [make_manifest(options.engine, name, options.sim_context) for name in options.models]
         if len({manifest.name for manifest in manifests}) < len(manifests):
             raise ComposeError("two of the models have the same name")
-        return asyncio.run(_run(partial(Stack, options, directory, ports, shared, manifests, terminal), terminal))
+        return asyncio.run(
+            _run(partial(Stack, options, directory, ports, (shared, admin), manifests, terminal), terminal)
+        )
     finally:
         os.close(lock)
 
@@ -97,7 +100,7 @@ class Stack:
         options: Options,
         directory: DataDir,
         ports: Ports,
-        shared_port: int,
+        shared_ports: tuple[int, int],
         manifests: list[Manifest],
         terminal: Terminal,
     ) -> None:
@@ -105,7 +108,7 @@ class Stack:
         self._options = options
         self._directory = directory
         self._ports = ports
-        self._port = shared_port
+        self._port, self._admin_port = shared_ports
         self._manifests = manifests
         self._terminal = terminal
         self._secrets: Secrets = directory.secrets()
@@ -258,6 +261,7 @@ class Stack:
             index,
             {
                 "HEADRACE_LISTEN": json.dumps(listen),
+                "HEADRACE_ADMIN_LISTEN": json.dumps([f"127.0.0.1:{self._admin_port}"]),
                 "HEADRACE_PEPPER_FILE": str(self._directory.pepper),
                 "HEADRACE_TLS_CERT_FILE": self._options.tls_cert,
                 "HEADRACE_TLS_KEY_FILE": self._options.tls_key,
@@ -312,6 +316,10 @@ class Stack:
         return f"{self._scheme}://{host}:{self._port}"
 
     @property
+    def _admin_url(self) -> str:
+        return f"{self._scheme}://127.0.0.1:{self._admin_port}"
+
+    @property
     def _scheme(self) -> str:
         return "https" if self._options.tls_cert else "http"
 
@@ -327,6 +335,7 @@ class Stack:
         self._directory.write_run(
             Run(
                 url=self._url,
+                admin_url=self._admin_url,
                 gateway_urls=[f"{self._scheme}://127.0.0.1:{port}" for port in self._gateway_ports],
                 metrics_urls=self._metrics,
                 nats_url=self._nats_url("operator"),
@@ -351,6 +360,7 @@ class Stack:
             f"  page       {self._url}/\n"
             f"  usage      {self._url}/usage\n"
             f"  API        {self._url}/v1\n"
+            f"  admin      {self._admin_url}/docs (usage of all at /admin/usage; key in run.json)\n"
             f"  key        {self._secrets.key}\n"
             f"  models     {', '.join(manifest.name for manifest in self._manifests)}\n"
             f"{sql}"

@@ -22,24 +22,29 @@ _EXPOSED = (
     b"x-ratelimit-reset-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
 )
 _PREFLIGHT_S = b"7200"
+_HSTS = (b"strict-transport-security", b"max-age=31536000")
+"""A year, as browsers' preload lists ask for."""
 
 
 class Edge:
     """Outermost application: wraps each HTTP request in an Exchange, found as ``scope["headrace"]``."""
 
-    def __init__(self, app: FastAPI, *, cors_origins: tuple[str, ...]) -> None:
+    def __init__(self, app: FastAPI, *, cors_origins: tuple[str, ...], hsts: bool) -> None:
         self._app = app
         app.exception_handlers = {HTTPException: _leave_to_edge, Exception: _leave_to_edge}
         self._origins = {origin.encode() for origin in cors_origins}
+        self._hsts = hsts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return  # No lifespan and no WebSockets here.
         exchange = scope["headrace"] = Exchange(scope, receive, send)
         _normalise_path(scope)
+        if self._hsts:
+            exchange.answer_headers.append(_HSTS)
         self._allow_origin(exchange)
         try:
-            if _is_preflight(scope):
+            if self._origins and _is_preflight(scope):
                 await self._preflight(exchange)
             else:
                 if scope["method"] == "HEAD":

@@ -1,4 +1,4 @@
-"""The HTTP API as an OpenAPI 3.1 document: FastAPI's of the typed routes, and the rows of the table of APIs.
+"""A listener's HTTP API as an OpenAPI 3.1 document: FastAPI's of the typed routes, and the rows of the table of APIs.
 
 What neither knows is added here: msgspec's schemas, the refusals of contracts.errors, and headers.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Response
 from fastapi.openapi.utils import get_openapi
+from starlette.routing import Route
 
 from contracts import errors
 from contracts.messages.admission import DEADLINE_MS_MAX
@@ -71,6 +72,8 @@ _SECURITY: Schema = {
 def document(app: FastAPI) -> Schema:
     """The whole document of an application, as JSON values."""
     routes = [route for route in app.routes if isinstance(route, TypedRoute)]
+    served = {route.path for route in app.routes if isinstance(route, Route)}
+    apis = [api for api in APIS.values() if api.path in served]
     made = get_openapi(
         title="Headrace",
         version=VERSION,
@@ -81,14 +84,15 @@ def document(app: FastAPI) -> Schema:
     paths: dict[str, Schema] = made["paths"]
     schemas = _Schemas(
         [
+            OPENAI.error,
             *(kind for route in routes for kind in (route.body, route.answer)),
-            *(kind for api in APIS.values() for kind in (api.body, api.answer, api.format.error)),
+            *(kind for api in apis for kind in (api.body, api.answer, api.format.error)),
         ]
     )
     for route in routes:
         [method] = route.methods
         _complete(paths[route.path_format][method.lower()], route, schemas)
-    inference = {api.path: {"post": _inference(api, schemas)} for api in APIS.values()}
+    inference = {api.path: {"post": _inference(api, schemas)} for api in apis}
     return made | {
         "paths": inference | paths,
         "security": [{name: []} for name in _SECURITY],

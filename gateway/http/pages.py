@@ -20,7 +20,7 @@ HEADERS = {
     "x-content-type-options": "nosniff",
 }
 
-router = APIRouter(tags=[openapi.PUBLIC], route_class=TypedRoute)
+public, private, documents = (APIRouter(tags=[openapi.PUBLIC], route_class=TypedRoute) for _ in range(3))
 
 
 def _page(file: str) -> Callable[[], Awaitable[HTMLResponse]]:
@@ -32,22 +32,23 @@ def _page(file: str) -> Callable[[], Awaitable[HTMLResponse]]:
     return show
 
 
-for path, file, summary in (
-    ("/", "index.html", "A page to chat on"),
-    ("/usage", "usage.html", "A page about usage"),
-    ("/docs", "reference.html", "This document, readable"),
-    ("/asyncapi", "reference.html", "The bus, readable"),
+for router, path, file, summary in (
+    (public, "/", "index.html", "A page to chat on"),
+    (public, "/usage", "usage.html", "A page about a tenant's usage"),
+    (private, "/admin/usage", "usage.html", "A page about all tenants' usage"),
+    (documents, "/docs", "reference.html", "This document, readable"),
+    (documents, "/asyncapi", "reference.html", "The bus, readable"),
 ):
     router.add_api_route(path, _page(file), methods=["GET"], summary=summary, response_class=HTMLResponse)
 
 
-@router.get("/openapi.json")
+@documents.get("/openapi.json")
 async def http(request: Request) -> dict[str, Any]:
     """This document."""
     return openapi.document(request.app)
 
 
-@router.get("/asyncapi.json")
+@documents.get("/asyncapi.json")
 async def bus() -> dict[str, Any]:
     """The bus as an AsyncAPI document."""
     return asyncapi.document()

@@ -1,4 +1,4 @@
-"""The FastAPI application, put together; and the routes of models and of health."""
+"""The FastAPI applications of both listeners, put together; and the routes of models and of health."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -19,14 +19,27 @@ from gateway.http.inference import Inference
 from gateway.http.typed import BodyReader, CallerDep, Listed, Name, Services, ServicesDep, TypedRoute, refusals
 
 
-def build(services: Services, inference: Inference, routers: Iterable[APIRouter]) -> Edge:
-    """The whole HTTP application; ``routers`` have what is beside inference and health."""
+def public(services: Services, inference: Inference, routers: Iterable[APIRouter]) -> Edge:
+    """What callers reach; ``routers`` have what is beside inference and health."""
+    app = _application(services)
+    app.router.routes += [Route(api.path, partial(inference, api), methods=["POST"]) for api in APIS.values()]
+    for router in (models, health, pages.public, pages.documents, *routers):
+        app.include_router(router)
+    return Edge(app, cors_origins=services.config.cors_origins, hsts=bool(services.config.tls_cert_file))
+
+
+def private(services: Services, routers: Iterable[APIRouter]) -> Edge:
+    """What operators reach, on an address of its own: no page of another origin may call it."""
+    app = _application(services)
+    for router in (health, pages.private, pages.documents, *routers):
+        app.include_router(router)
+    return Edge(app, cors_origins=(), hsts=bool(services.config.tls_cert_file))
+
+
+def _application(services: Services) -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.services = services
-    app.router.routes += [Route(api.path, partial(inference, api), methods=["POST"]) for api in APIS.values()]
-    for router in (models, health, pages.router, *routers):
-        app.include_router(router)
-    return Edge(app, cors_origins=services.config.cors_origins)
+    return app
 
 
 class Model(msgspec.Struct, kw_only=True):

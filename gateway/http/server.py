@@ -174,3 +174,8 @@ def listen(addresses: tuple[str, ...]) -> list[socket.socket]:
         opened.setblocking(False)
         sockets.append(opened)
     return sockets
+
+
+def addresses(sockets: list[socket.socket]) -> list[str]:
+    """host:port of each."""
+    return [f"{opened.getsockname()[0]}:{opened.getsockname()[1]}" for opened in sockets]

@@ -45,7 +45,7 @@ class Listed(msgspec.Struct, Generic[T]):
 
 
 async def services_of(request: Request) -> Services:
-    """What ``routes.build`` was given."""
+    """What the application was built with."""
     found: Services = request.app.state.services
     return found
 

@@ -7,23 +7,20 @@ from typing import Any
 import pytest
 
 from contracts.messages.records import KeyRecord
-from tests.support.gateway_world import World, serve
+from tests.support.gateway_world import ADMIN, World, serve
 from tests.support.polling import until
-
-ADMIN = "hr_key-of-an-operator"
 
 
 @pytest.fixture
 async def world(nats_url: str, tmp_path: Path) -> AsyncIterator[World]:
     async with serve(nats_url, tmp_path) as world:
         await world.put_key(ADMIN, KeyRecord(id="operator", tenant="T1", admin=True))
-        world.client.headers["authorization"] = f"Bearer {ADMIN}"
         await until(lambda: knows_key(world), "the gateway knows the key")
         yield world
 
 
 async def knows_key(world: World) -> bool:
-    return await world.status_of("/v1/models") == 200
+    return (await world.admin.get("/admin/v1/keys")).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -49,7 +46,7 @@ async def knows_key(world: World) -> bool:
 async def test_a_value_that_no_scheduler_can_count_with_is_refused_by_name(
     world: World, path: str, change: dict[str, Any], param: str
 ) -> None:
-    response = await world.client.patch(f"/admin/v1/{path}", json=change)
+    response = await world.admin.patch(f"/admin/v1/{path}", json=change)
     assert response.status_code == 400
     error = response.json()["error"]
     assert (error["code"], error["param"]) == ("invalid_request", param)
@@ -57,9 +54,9 @@ async def test_a_value_that_no_scheduler_can_count_with_is_refused_by_name(
 
 async def test_a_tenant_is_found_by_any_name_that_it_may_have(world: World) -> None:
     for name, path in (("a/b", "a%2Fb"), ("é", "%C3%A9"), ("a b", "a%20b")):
-        assert (await world.client.post("/admin/v1/tenants", json={"name": name})).status_code == 201
-        assert (await world.client.get(f"/admin/v1/tenants/{path}")).json()["name"] == name
-        assert (await world.client.patch(f"/admin/v1/tenants/{path}", json={"weight": 2})).json()["weight"] == 2
+        assert (await world.admin.post("/admin/v1/tenants", json={"name": name})).status_code == 201
+        assert (await world.admin.get(f"/admin/v1/tenants/{path}")).json()["name"] == name
+        assert (await world.admin.patch(f"/admin/v1/tenants/{path}", json={"weight": 2})).json()["weight"] == 2
 
 
 @pytest.mark.parametrize("query", ["from=9999-12-31", "to=9999-12-31", "from=3000-01-01T00:00:00Z", "from=0001-01-01"])
@@ -74,10 +71,10 @@ async def test_c42_days_beyond_the_calendar_are_400(world: World, query: str) ->
     ["limit=0", "limit=10001", "limit=1_0", "limit=%2B5", "limit=5.0", "after=-1", "after=x", "by=day,moon", "by="],
 )
 async def test_a_parameter_out_of_range_is_refused_by_name(world: World, query: str) -> None:
-    for path in ("/v1/usage", "/admin/v1/usage/latency"):
-        response = await world.client.get(f"{path}?{query}")
+    for client, path in ((world.client, "/v1/usage"), (world.admin, "/admin/v1/usage/latency")):
+        response = await client.get(f"{path}?{query}")
         assert response.status_code == 400
         assert response.json()["error"]["param"] == query.partition("=")[0]
     assert (await world.client.get("/v1/usage?limit=10000&after=0&by=day,model&unknown=1")).status_code == 200
-    unknown = await world.client.get("/admin/v1/usage?unknown=1")
+    unknown = await world.admin.get("/admin/v1/usage?unknown=1")
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "unknown")

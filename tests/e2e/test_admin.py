@@ -14,7 +14,7 @@ HELLO = [{"role": "user", "content": "one two three"}]
 
 @pytest.fixture(scope="module")
 def admin(stack: Stack) -> Any:
-    with stack.client(stack.run.admin_key) as client:
+    with stack.admin() as client:
         yield client
 
 
@@ -30,10 +30,25 @@ def new_key(stack: Stack, tenant: str) -> str:
 
 
 def test_only_admin_keys_get_in(stack: Stack) -> None:
-    with stack.client() as client:
-        refused = client.get("/admin/v1/tenants")
-        assert refused.status_code == 403 and refused.json()["error"]["code"] == "permission_denied"
-        assert client.get("/admin/v1/tenants", headers={"Authorization": "Bearer x"}).status_code == 401
+    url = f"{stack.run.admin_url}/admin/v1/tenants"
+    refused = httpx.get(url, headers={"Authorization": f"Bearer {stack.run.key}"}, trust_env=False)
+    assert refused.status_code == 403 and refused.json()["error"]["code"] == "permission_denied"
+    assert httpx.get(url, headers={"Authorization": "Bearer x"}, trust_env=False).status_code == 401
+
+
+def test_the_admin_api_is_at_its_own_address_alone(stack: Stack) -> None:
+    origin = {"Origin": "https://elsewhere.example", "Access-Control-Request-Method": "GET"}
+    with stack.client(stack.run.admin_key) as public, stack.admin() as private:
+        paths = [path for path in private.get("/openapi.json").json()["paths"] if path.startswith("/admin")]
+        assert "/admin/v1/tenants" in paths and "/admin/usage" in paths
+        for path in paths:
+            assert public.get(path).status_code == 404, path
+            assert public.post(path, json={}).status_code == 404, path
+        assert not [path for path in public.get("/openapi.json").json()["paths"] if path.startswith("/admin")]
+        answer = private.get("/admin/v1/tenants", headers=origin)
+        assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
+        assert private.options("/admin/v1/tenants", headers=origin).status_code == 405
+        assert private.post("/v1/chat/completions", json={}).status_code == 404
 
 
 def test_tenants_and_keys_over_http(stack: Stack, admin: httpx.Client) -> None:
@@ -139,7 +154,7 @@ def test_an_overloaded_model_falls_back_where_the_tenant_permits_it(start_stack:
 
 def test_live_queues_show_who_waits(start_stack: StartStack) -> None:
     stack = start_stack("--sim-slots", "1")
-    with stack.client(stack.run.admin_key) as admin:
+    with stack.admin() as admin:
         threads = [threading.Thread(target=lambda: _slow(stack)) for _ in range(3)]
         for thread in threads:
             thread.start()

@@ -26,14 +26,14 @@ def answer(stack: Stack, **fields: object) -> httpx.Response:
 
 def test_run_json_says_where_things_are(stack: Stack) -> None:
     raw = json.loads((stack.data_dir / "run.json").read_text())
-    assert set(raw) == {"url", "gateway_urls", "metrics_urls", "nats_url", "key", "admin_key", "pids"}
+    assert set(raw) == {"url", "admin_url", "gateway_urls", "metrics_urls", "nats_url", "key", "admin_key", "pids"}
     assert stat.S_IMODE((stack.data_dir / "run.json").stat().st_mode) == 0o600
     assert set(raw["pids"]) == {"gateway", "scheduler", "worker", "ledger", "nats"}
     assert all(len(pids) == 1 and alive(pids[0]) for pids in raw["pids"].values())
     for role in ("gateway", "scheduler", "worker", "ledger"):
         command = Path(f"/proc/{raw['pids'][role][0]}/cmdline").read_bytes().split(b"\0")
         assert command[-2].decode() == role
-    for url in (raw["url"], *raw["gateway_urls"]):
+    for url in (raw["url"], raw["admin_url"], *raw["gateway_urls"]):
         assert httpx.get(f"{url}/health/ready", trust_env=False).status_code == 200
     assert set(raw["metrics_urls"]) == {"gateway", "scheduler", "worker", "ledger"}
     for urls in raw["metrics_urls"].values():
@@ -224,7 +224,7 @@ def test_a_wiped_store_is_filled_again(start_stack: StartStack) -> None:
 
     def served() -> bool:
         try:
-            with stack.client(before.admin_key) as client:
+            with stack.admin() as client:
                 tenants = client.get("/admin/v1/tenants")
             return tenants.is_success and answer(stack).status_code == 200
         except (httpx.HTTPError, LookupError):

@@ -26,6 +26,7 @@ def test_doctor_says_what_is_wrong(tmp_path: Path) -> None:
     """A port that is taken, and the run.json of a stack that was killed; what is well is said beside it."""
     gone = {
         "url": "http://127.0.0.1:9",
+        "admin_url": "http://127.0.0.1:9",
         "gateway_urls": ["http://127.0.0.1:9"],
         "metrics_urls": {},
         "nats_url": "nats://127.0.0.1:9",

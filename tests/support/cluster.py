@@ -167,7 +167,10 @@ class Gateway(Service):
         listen = json.dumps([f"127.0.0.1:{self.port}"])
         pepper = str(cluster.data.pepper)
         super().__init__(
-            cluster, "gateway", index, settings | {"HEADRACE_LISTEN": listen, "HEADRACE_PEPPER_FILE": pepper}
+            cluster,
+            "gateway",
+            index,
+            settings | {"HEADRACE_LISTEN": listen, "HEADRACE_ADMIN_LISTEN": "[]", "HEADRACE_PEPPER_FILE": pepper},
         )
 
     @property

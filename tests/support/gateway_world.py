@@ -29,6 +29,7 @@ from tests.support.polling import until
 
 PEPPER = b"a pepper for tests"
 K1, K2 = "hr_key-of-the-first-tenant", "hr_key-of-the-second-tenant"
+ADMIN = "hr_key-of-an-operator"
 MODEL = "m"
 WORKER = "w-1"
 EPOCH = Epoch(1, 1)
@@ -74,6 +75,8 @@ class World:
         self.client = httpx.AsyncClient(
             base_url=url, headers={"authorization": f"Bearer {K1}"}, timeout=httpx.Timeout(30)
         )
+        self.admin = httpx.AsyncClient(headers={"authorization": f"Bearer {ADMIN}"}, timeout=httpx.Timeout(30))
+        """Of the admin address; its key works once a test has put it."""
         self.play: Callable[[RequestEnvelope], Awaitable[object]] = self.play_hello
         self.decide: Callable[[AdmissionRequest], AdmissionAnswer | None] = lambda request: admitted()
         self.admissions: list[AdmissionRequest] = []
@@ -107,6 +110,7 @@ class World:
             task.cancel()
         await asyncio.gather(*self.playing, return_exceptions=True)
         await self.client.aclose()
+        await self.admin.aclose()
 
     # What the gateway asks ------------------------------------------------------------------------------------
 
@@ -273,7 +277,8 @@ async def serve(nats_url: str, directory: Path, **settings: Any) -> AsyncIterato
     bus = await Bus.connect(nats_url, name="test")
     await topology.ensure(bus)
     gateway_bus = await Bus.connect(nats_url, name="gateway")
-    config = GatewayConfig(pepper_file=str(pepper), listen=("127.0.0.1:0",), nats_url=nats_url, **settings)
+    addresses = {"listen": ("127.0.0.1:0",), "admin_listen": ("127.0.0.1:0",)}
+    config = GatewayConfig(pepper_file=str(pepper), nats_url=nats_url, **(addresses | settings))
     gateway = Gateway(config, gateway_bus)
     world = World(bus, gateway, "")
     await world.start()
@@ -286,6 +291,7 @@ async def serve(nats_url: str, directory: Path, **settings: Any) -> AsyncIterato
         await until(lambda: gateway.addresses or running.done())
         world.url = f"http://{gateway.addresses[0]}"
         world.client.base_url = httpx.URL(world.url)
+        world.admin.base_url = httpx.URL(f"http://{gateway.admin_addresses[0]}")
         yield world
     finally:
         gateway.stop()

@@ -106,6 +106,12 @@ class Stack:
         headers = {"Authorization": f"Bearer {key or run.key}"}
         return httpx.Client(base_url=run.url, headers=headers, timeout=30, trust_env=False, **options)
 
+    def admin(self) -> httpx.Client:
+        """HTTP client of the admin address, with the admin key."""
+        run = self.run
+        headers = {"Authorization": f"Bearer {run.admin_key}"}
+        return httpx.Client(base_url=run.admin_url, headers=headers, timeout=30, trust_env=False)
+
     def async_client(self, key: str | None = None, **options: Any) -> httpx.AsyncClient:
         run = self.run
         headers = {"Authorization": f"Bearer {key or run.key}"}

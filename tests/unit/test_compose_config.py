@@ -9,6 +9,7 @@ from compose.stack.data_dir import ComposeError, DataDir, Run, find_target
 
 RUN = Run(
     url="http://127.0.0.1:1",
+    admin_url="http://127.0.0.1:6",
     gateway_urls=["http://127.0.0.1:2"],
     metrics_urls={"gateway": ["http://127.0.0.1:3/metrics"]},
     nats_url="nats://operator:secret@127.0.0.1:4",

@@ -22,38 +22,43 @@ from gateway.management import admin, usage
 from tests.unit.test_asyncapi import references, resolved
 
 
-def application() -> FastAPI:
-    """The routes alone: nothing is called, and nobody would answer."""
-    services = SimpleNamespace(config=GatewayConfig(pepper_file="none"))
-    edge = routes.build(services, print, (usage.own, usage.everyones, admin.router))  # type: ignore[arg-type]
-    return edge._app
+def applications() -> tuple[FastAPI, FastAPI]:
+    """The routes of both listeners alone: nothing is called, and nobody would answer."""
+    services: Any = SimpleNamespace(config=GatewayConfig(pepper_file="none"))
+    inference: Any = print
+    public = routes.public(services, inference, (usage.own,))
+    return public._app, routes.private(services, (usage.everyones, admin.router))._app
 
 
-APP = application()
-DOCUMENT = json.loads(json.dumps(openapi.document(APP)))
+APPS = applications()
+DOCUMENTS = [json.loads(json.dumps(openapi.document(app))) for app in APPS]
+DOCUMENT = DOCUMENTS[0]
 MANIFEST = Manifest(name="m", version="1", engine="simulated", context=4096, default_output_tokens=16)
 BASE: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def test_every_route_is_described_and_nothing_else() -> None:
+@pytest.mark.parametrize(("app", "document"), list(zip(APPS, DOCUMENTS, strict=True)))
+def test_every_route_is_described_and_nothing_else(app: FastAPI, document: dict[str, Any]) -> None:
     served = {
         (method.lower(), route.path.replace(":path", ""))
-        for route in APP.router.routes
+        for route in app.router.routes
         if isinstance(route, Route)
         for method in (route.methods or set()) - {"HEAD"}
     }
-    assert served == {(method, path) for path, verbs in DOCUMENT["paths"].items() for method in verbs}
+    assert served == {(method, path) for path, verbs in document["paths"].items() for method in verbs}
 
 
-def test_schemas_have_names_of_their_own() -> None:
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_schemas_have_names_of_their_own(document: dict[str, Any]) -> None:
     """Two structs of one name would be told apart by their modules, which are nobody's business."""
-    assert not [name for name in DOCUMENT["components"]["schemas"] if "." in name or name.startswith("_")]
+    assert not [name for name in document["components"]["schemas"] if "." in name or name.startswith("_")]
 
 
-def test_references_lead_somewhere_and_ids_are_unique() -> None:
-    for reference in references(DOCUMENT):
-        assert resolved(DOCUMENT, reference) is not None
-    ids = [operation["operationId"] for verbs in DOCUMENT["paths"].values() for operation in verbs.values()]
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_references_lead_somewhere_and_ids_are_unique(document: dict[str, Any]) -> None:
+    for reference in references(document):
+        assert resolved(document, reference) is not None
+    ids = [operation["operationId"] for verbs in document["paths"].values() for operation in verbs.values()]
     assert len(ids) == len(set(ids))
 
 
@@ -61,7 +66,8 @@ def test_every_error_is_a_documented_answer_of_something() -> None:
     """But those that no described operation can give: 404 and 405 of paths and methods that are not there."""
     documented = {
         status
-        for verbs in DOCUMENT["paths"].values()
+        for document in DOCUMENTS
+        for verbs in document["paths"].values()
         for operation in verbs.values()
         for status in operation["responses"]
     }
