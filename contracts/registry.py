@@ -4,12 +4,9 @@ Used by the command line and by the admin API, so that both say the same. Secret
 what is stored is their HMAC under the pepper. Every function raises HeadraceError with what to change.
 """
 
-import hashlib
-import hmac
 import secrets
 import unicodedata
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,6 +15,7 @@ from contracts import ids, subjects, topology
 from contracts.bus import Bus, WrongSequence
 from contracts.clock import now_ms
 from contracts.errors import HeadraceError
+from contracts.keys import Peppers
 from contracts.messages.admission import DEADLINE_MS_MAX
 from contracts.messages.base import Codec
 from contracts.messages.records import KeyRecord, Manifest, PoolLimits, TenantLimits, TenantRecord
@@ -136,36 +134,20 @@ def with_limits(
     return msgspec.structs.replace(record, **fields)
 
 
-def read_pepper(path: Path) -> bytes:
-    """What keys the HMAC of API keys: the file's bytes, without white space around them."""
-    try:
-        pepper = path.read_bytes().strip()
-    except OSError as error:
-        raise HeadraceError("not_found", f"the key pepper cannot be read: {path}: {error.strerror}") from error
-    if not pepper:
-        raise HeadraceError("invalid_request", f"the key pepper is empty: {path}")
-    return pepper
-
-
-def key_hash(pepper: bytes, secret: bytes) -> str:
-    """Key of the KEYS bucket for a secret: hex HMAC-SHA256 under the pepper."""
-    return hmac.digest(pepper, secret, hashlib.sha256).hex()
-
-
-async def create_key(bus: Bus, pepper: bytes, tenant_name: str, *, admin: bool = False) -> NewKey:
+async def create_key(bus: Bus, peppers: Peppers, tenant_name: str, *, admin: bool = False) -> NewKey:
     """A new key of an existing tenant."""
     if await tenant(bus, tenant_name) is None:
         raise HeadraceError(
             "not_found", f"there is no tenant {tenant_name} (make it with: headrace tenant create)", param="tenant"
         )
     secret = ids.api_key()
-    record = await keep_key(bus, pepper, secret, tenant_name, admin=admin)
+    record = await keep_key(bus, peppers, secret, tenant_name, admin=admin)
     return NewKey(id=record.id, key=secret)
 
 
-async def keep_key(bus: Bus, pepper: bytes, secret: str, tenant_name: str, *, admin: bool = False) -> KeyRecord:
+async def keep_key(bus: Bus, peppers: Peppers, secret: str, tenant_name: str, *, admin: bool = False) -> KeyRecord:
     """The record of ``secret``, made unless there is one, be it revoked or not."""
-    name = key_hash(pepper, secret.encode())
+    name = peppers.hashes(secret.encode())[0]
     identifier = f"key_{secrets.token_hex(8)}"
     record = KeyRecord(id=identifier, tenant=tenant_name, admin=admin, created_at_ms=now_ms())
     try:

@@ -4,14 +4,15 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from contracts.service.config import Count, Positive, ServiceConfig
+from contracts.keys import Peppers
+from contracts.service.config import Count, Positive, Secret, ServiceConfig
 
 
 class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     """Read from ``HEADRACE_*`` variables; see contracts.service.config.ServiceConfig for what all services share."""
 
-    pepper_file: str
-    """File whose bytes key the HMAC of API keys; without it no stored key can be tried offline."""
+    pepper: Secret
+    """What keys the HMAC of API keys; on a second line the one before it (contracts.keys)."""
     listen: tuple[str, ...] = ("127.0.0.1:8080",)
     """Addresses as JSON list of host:port; gateways on one host may share one (SO_REUSEPORT)."""
     admin_listen: tuple[str, ...] = ("127.0.0.1:8081",)
@@ -36,7 +37,11 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     """Unsent text per stream; a slower reader is cut off."""
 
     def problems(self) -> list[str]:
-        wrong = []
+        wrong = super().problems()
+        try:
+            Peppers.parse(self.pepper)
+        except ValueError as error:
+            wrong.append(f"HEADRACE_PEPPER: {error}")
         if not self.listen:
             wrong.append("HEADRACE_LISTEN names no address")
         for variable, addresses in (("HEADRACE_LISTEN", self.listen), ("HEADRACE_ADMIN_LISTEN", self.admin_listen)):

@@ -2,13 +2,13 @@
 
 import asyncio
 import gc
-from pathlib import Path
 from typing import Any
 
 import structlog
 
-from contracts import ids, registry
+from contracts import ids
 from contracts.bus import Bus
+from contracts.keys import Peppers
 from contracts.messages.frames import ErrorData
 from gateway.config import GatewayConfig
 from gateway.http import routes, server
@@ -39,7 +39,7 @@ class Gateway:
         """Where it listens, once it serves."""
         self.admin_addresses: list[str] = []
         """Where the admin API is."""
-        self._directory = Directory(registry.read_pepper(Path(config.pepper_file)))
+        self._directory = Directory(Peppers.parse(config.pepper))
         self._catalog = Catalog()
         self._hub = Hub(bus, ids.incarnation("gw"), hold_s=config.hold_s, bytes_max=config.stream_bytes_max)
         intake = Intake(

@@ -6,13 +6,13 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
-from contracts.service.config import ServiceConfig
+from contracts.service.config import Secret, ServiceConfig, empty_password
 
 
 class LedgerConfig(ServiceConfig, frozen=True, kw_only=True):
     """The ledger's variables, ``HEADRACE_`` and the field's name."""
 
-    clickhouse_url: str
+    clickhouse_url: Secret
     """``chdb:///directory``, or ``http(s)://user:password@host:port`` of a server. Never logged."""
     clickhouse_database: str = "headrace"
     clickhouse_replicated: bool = False
@@ -25,19 +25,21 @@ class LedgerConfig(ServiceConfig, frozen=True, kw_only=True):
     sql_listen: str = ""
     """``host:port`` of the read-only SQL endpoint to the embedded engine; empty: none. 0 takes a free port."""
     sql_user: str = "analyst"
-    sql_password_file: str = ""
-    """File that holds the SQL endpoint's password."""
+    sql_password: Secret = ""
+    """Of the SQL endpoint."""
 
     def problems(self) -> list[str]:
         """Values that are out of range or do not go together."""
-        wrong = []
+        wrong = super().problems()
         if self.sql_listen:
             if not self.clickhouse_url.startswith("chdb:"):
                 wrong.append("HEADRACE_SQL_LISTEN: a ClickHouse server has an SQL endpoint of its own")
             if not re.fullmatch(r".+:\d{1,5}", self.sql_listen):
                 wrong.append("HEADRACE_SQL_LISTEN: not host:port")
-            if not self.sql_password_file:
+            if not self.sql_password:
                 wrong.append("HEADRACE_SQL_PASSWORD_FILE is not set, and HEADRACE_SQL_LISTEN is")
+        if empty_password(self.clickhouse_url):
+            wrong.append("HEADRACE_CLICKHOUSE_URL: the password is empty")
         url = urlsplit(self.clickhouse_url)
         if url.scheme == "chdb":
             if url.netloc or len(url.path) < 2:

@@ -5,7 +5,6 @@ Which events become rows and how they get there is ingest.py's; each other duty 
 
 import asyncio
 import time
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import structlog
@@ -92,8 +91,7 @@ class Ledger:
         if not config.sql_listen:
             return None
         directory = urlsplit(config.clickhouse_url).path
-        password = await asyncio.to_thread(Path(config.sql_password_file).read_text, "utf-8")
-        sessions = Sessions(directory, config.clickhouse_database, config.sql_user, password.strip())
+        sessions = Sessions(directory, config.clickhouse_database, config.sql_user, config.sql_password)
         endpoint = SqlEndpoint(sessions, config.sql_listen)
         await asyncio.to_thread(endpoint.start)
         log.info("sql_endpoint_open", listen=endpoint.address)

@@ -19,7 +19,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
 
     def problems(self) -> list[str]:
         """What is wrong between values, a line each."""
-        wrong = []
+        wrong = super().problems()
         if self.lease_renew_s * 2 > self.lease_ttl_s:
             wrong.append("HEADRACE_LEASE_RENEW_S must be at most half of HEADRACE_LEASE_TTL_S")
         if self.lost_after_s < 2 * self.heartbeat_s:

@@ -12,10 +12,10 @@ app = typer.Typer(no_args_is_help=True, help="API keys.")
 @app.command("create")
 def key_create(tenant: str, data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
     """Make an API key. It is shown this once."""
-    from compose.stack.data_dir import read_pepper
+    from compose.stack.data_dir import read_peppers
     from contracts import registry
 
-    made = on_bus(data_dir, lambda bus, target: registry.create_key(bus, read_pepper(target.pepper), tenant))
+    made = on_bus(data_dir, lambda bus, target: registry.create_key(bus, read_peppers(target.pepper), tenant))
     show(made, f"id   {made.id}\nkey  {made.key}", as_json=as_json)
 
 

@@ -9,13 +9,17 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from contracts import ids
+
+if TYPE_CHECKING:
+    from contracts.keys import Peppers
 
 Engine = Literal["vllm", "simulated"]
 Role = Literal["gateway", "scheduler", "worker", "ledger", "nats"]
@@ -91,18 +95,43 @@ class DataDir:
         self.ledger = self.path / "ledger"
         self.run = self.path / "run.json"
         self.sql = self.path / "sql.json"
-        self.sql_password = self.path / "sql-password"
+        self.secret_files = self.path / "secrets"
+        """Directory of what the services read, a file a secret."""
+        self.first_key = self.path / "key"
 
-    def prepare(self) -> None:
-        """Create the directories and the pepper; raises ComposeError when that cannot be done."""
+    def prepare(self) -> list[str]:
+        """Create the directories and the pepper, for this user alone; raises ComposeError when that cannot be done.
+
+        What others could read is closed to them; a line for each says so.
+        """
+        os.umask(0o077)  # of the children, too: what they write is as private
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._refuse_foreign()
+            self.path.mkdir(parents=True, exist_ok=True)
             for directory in (self.logs, self.nats, self.ledger):
-                directory.mkdir(mode=0o700, exist_ok=True)
+                directory.mkdir(exist_ok=True)
             if not self.pepper.exists():
                 write_private(self.pepper, secrets.token_hex(32).encode())
+            return [line for path in self._private() if (line := _close(path))]
         except OSError as error:
             raise ComposeError(f"the data directory {self.path} cannot be used: {error.strerror}") from error
+
+    def _refuse_foreign(self) -> None:
+        """Raises ComposeError for a directory of something else, open to others: its mode is not ours to change."""
+        if not self.path.is_dir() or not _is_wide(self.path) or self.pepper.exists():
+            return
+        if any(self.path.iterdir()):
+            raise ComposeError(
+                f"the data directory {self.path} holds other things and is open to other users; name an empty one, "
+                f"or close it: chmod 700 {self.path}"
+            )
+
+    def _private(self) -> Iterator[Path]:
+        """All that this class keeps, and the logs."""
+        yield self.path
+        for path in (*self.path.iterdir(), *self.logs.iterdir()):
+            if not path.is_symlink():
+                yield path
 
     def lock(self) -> int:
         """Descriptor that holds the directory for this process while it lives; children do not inherit it."""
@@ -142,6 +171,13 @@ class DataDir:
             write_private(path, msgspec.json.encode(complete))
         return complete
 
+    def secret_file(self, name: str, text: str) -> str:
+        """Path of a file with that secret, for a service's ``HEADRACE_..._FILE``."""
+        self.secret_files.mkdir(exist_ok=True)
+        path = self.secret_files / name
+        write_private(path, text.encode())
+        return str(path)
+
     def read_run(self) -> Run:
         """Raises ComposeError when no stack has been started here, or its file is damaged."""
         try:
@@ -174,6 +210,22 @@ def write_private(path: Path, data: bytes) -> None:
     temporary.replace(path)
 
 
+def _is_wide(path: Path) -> bool:
+    return stat.S_IMODE(path.stat().st_mode) & 0o077 != 0
+
+
+def _close(path: Path) -> str:
+    """Take the group's and others' rights; a line that says so, empty when there were none."""
+    try:
+        before = stat.S_IMODE(path.stat().st_mode)
+        if not before & 0o077:
+            return ""
+        path.chmod(before & 0o700)
+    except FileNotFoundError:
+        return ""  # a stack that runs here writes new files in the place of old ones
+    return f"{path} was open to other users (mode {before:04o}); it is closed now"
+
+
 def default_data_dir(environment: Mapping[str, str]) -> Path:
     return Path(environment.get("HEADRACE_DATA_DIR") or ".headrace")
 
@@ -188,6 +240,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 def find_target(data_dir: Path | None, environment: Mapping[str, str]) -> Target:
     """``--data-dir`` first, then HEADRACE_NATS_URL (and HEADRACE_PEPPER_FILE), then the default directory."""
     url = environment.get("HEADRACE_NATS_URL", "")
+    if file := environment.get("HEADRACE_NATS_URL_FILE", ""):
+        url = _read_secret(Path(file))
     if data_dir is None and url:
         pepper = environment.get("HEADRACE_PEPPER_FILE", "")
         return Target(nats_url=url, pepper=Path(pepper) if pepper else None)
@@ -195,10 +249,22 @@ def find_target(data_dir: Path | None, environment: Mapping[str, str]) -> Target
     return Target(nats_url=directory.read_run().nats_url, pepper=directory.pepper)
 
 
-def read_pepper(path: Path | None) -> bytes:
-    """The pepper's bytes, as gateways read them; raises ComposeError or HeadraceError."""
-    from contracts import registry
+def read_peppers(path: Path | None) -> "Peppers":
+    """The gateways' key peppers; raises ComposeError."""
+    from contracts.keys import Peppers
 
     if path is None:
         raise ComposeError("the key pepper is not known: set HEADRACE_PEPPER_FILE to the gateways' file")
-    return registry.read_pepper(path)
+    try:
+        return Peppers.parse(_read_secret(path))
+    except ValueError as error:
+        raise ComposeError(f"{path}: {error}") from error
+
+
+def _read_secret(path: Path) -> str:
+    from contracts.service.config import ConfigError, read_secret
+
+    try:
+        return read_secret(path)
+    except ConfigError as error:
+        raise ComposeError(str(error)) from error

@@ -11,13 +11,23 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from compose.stack import nats_config
-from compose.stack.data_dir import ROLES, ComposeError, DataDir, Options, Role, Run, Secrets, read_pepper, write_private
+from compose.stack.data_dir import (
+    ROLES,
+    ComposeError,
+    DataDir,
+    Options,
+    Role,
+    Run,
+    Secrets,
+    read_peppers,
+    write_private,
+)
 from compose.stack.manifest import make_manifest
 from compose.stack.ports import Ports
 from compose.stack.probes import http_reason, nats_reason
@@ -38,6 +48,7 @@ SQL_USER = "analyst"
 ADMIN_TENANT = "admin"
 _OMP_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 """Cores of a vLLM worker: one each, measured better than sharing them; the environment may say otherwise."""
+_SECRETS = {"HEADRACE_NATS_URL", "HEADRACE_PEPPER", "HEADRACE_CLICKHOUSE_URL", "HEADRACE_SQL_PASSWORD"}
 LOG_BYTES_KEPT = 64 * 2**20
 """A log larger than this is set aside at the next start."""
 
@@ -47,7 +58,8 @@ def run(options: Options, data_dir: Path) -> int:
     quiet_logs()
     terminal = Terminal()
     directory = DataDir(data_dir)
-    directory.prepare()
+    for line in directory.prepare():
+        terminal.say(f"note: {line}")
     lock = directory.lock()
     try:
         directory.remove_run()
@@ -62,6 +74,11 @@ def run(options: Options, data_dir: Path) -> int:
         )
     finally:
         os.close(lock)
+
+
+def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without what the services read from files here: to be told twice is an error."""
+    return {name: value for name, value in environment.items() if name not in _SECRETS}
 
 
 async def _run(make: "Callable[[], Stack]", terminal: Terminal) -> int:
@@ -159,7 +176,8 @@ class Stack:
         for index, port in enumerate(self._gateway_ports):
             self._add_gateway(index, port)
         clickhouse = self._options.clickhouse_url or f"chdb://{self._directory.ledger}"
-        self._add_service("ledger", 0, {"HEADRACE_CLICKHOUSE_URL": clickhouse, **self._sql_endpoint()})
+        clickhouse_file = self._directory.secret_file("clickhouse-url", clickhouse)
+        self._add_service("ledger", 0, {"HEADRACE_CLICKHOUSE_URL_FILE": clickhouse_file, **self._sql_endpoint()})
         await self._wait_ready()
 
     async def _wait_ready(self) -> None:
@@ -202,14 +220,14 @@ class Stack:
             await bus.close()
 
     async def _keep_first_keys(self, bus: Bus) -> None:
-        pepper = read_pepper(self._directory.pepper)
+        peppers = read_peppers(self._directory.pepper)
         for tenant, secret, is_admin in (
             (DEMO_TENANT, self._secrets.key, False),
             (ADMIN_TENANT, self._secrets.admin_key, True),
         ):
             if await registry.tenant(bus, tenant) is None:
                 await registry.create_tenant(bus, TenantRecord(name=tenant))
-            await registry.keep_key(bus, pepper, secret, tenant, admin=is_admin)
+            await registry.keep_key(bus, peppers, secret, tenant, admin=is_admin)
 
     def _restarted(self, child: Child) -> None:
         self._write_run()
@@ -274,11 +292,10 @@ class Stack:
         if self._options.clickhouse_url:
             return {}
         self._sql = f"127.0.0.1:{self._ports.free()}"
-        write_private(self._directory.sql_password, self._secrets.sql_password.encode())
         return {
             "HEADRACE_SQL_LISTEN": self._sql,
             "HEADRACE_SQL_USER": SQL_USER,
-            "HEADRACE_SQL_PASSWORD_FILE": str(self._directory.sql_password),
+            "HEADRACE_SQL_PASSWORD_FILE": self._directory.secret_file("sql-password", self._secrets.sql_password),
         }
 
     def _add_service(self, role: Role, index: int, settings: dict[str, str], probe: Probe | None = None) -> None:
@@ -286,7 +303,7 @@ class Stack:
         address = f"http://127.0.0.1:{metrics_port}"
         self._metrics.setdefault(role, []).append(f"{address}/metrics")
         settings = settings | {
-            "HEADRACE_NATS_URL": self._nats_url(role),
+            "HEADRACE_NATS_URL_FILE": self._directory.secret_file(f"nats-url-{role}", self._nats_url(role)),
             "HEADRACE_LOG_FORMAT": "json",
             "HEADRACE_METRICS_HOST": "127.0.0.1",
             "HEADRACE_METRICS_PORT": str(metrics_port),
@@ -303,7 +320,7 @@ class Stack:
             name=name,
             role=role,
             command=command,
-            environment=os.environ | settings,
+            environment=_without_secrets(os.environ) | settings,
             log=log,
             probe=probe,
             grace_s=GRACE_S[role],
@@ -355,17 +372,21 @@ class Stack:
             "messages": [{"role": "user", "content": "What is the capital of France?"}],
         }
         sql = f"  SQL        http://{self._sql} (reads only; user and password in sql.json)\n" if self._sql else ""
+        file = self._directory.first_key
+        write_private(file, self._secrets.key.encode())
+        # What is not a terminal is a file or a collector of logs, which others read.
+        key = f"{self._secrets.key} (in {file})" if sys.stdout.isatty() else f"in {file}"
         self._terminal.say(
             f"ready after {took_s:.1f} s\n\n"
             f"  page       {self._url}/\n"
             f"  usage      {self._url}/usage\n"
             f"  API        {self._url}/v1\n"
             f"  admin      {self._admin_url}/docs (usage of all at /admin/usage; key in run.json)\n"
-            f"  key        {self._secrets.key}\n"
+            f"  key        {key}\n"
             f"  models     {', '.join(manifest.name for manifest in self._manifests)}\n"
             f"{sql}"
             f"  data       {self._directory.path} (logs in logs/, addresses in run.json)\n\n"
-            f"  curl -N {self._url}/v1/chat/completions -H 'Authorization: Bearer {self._secrets.key}' \\\n"
+            f'  curl -N {self._url}/v1/chat/completions -H "Authorization: Bearer $(cat {file})" \\\n'
             f"    -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n\n"
             f"Headrace is ready at {self._url}"
         )

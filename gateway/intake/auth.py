@@ -11,9 +11,10 @@ from typing import Generic, TypeVar
 import msgspec
 import structlog
 
-from contracts import registry, subjects, topology
+from contracts import subjects, topology
 from contracts.bus import Bus, KvEntry, Watch
 from contracts.errors import HeadraceError
+from contracts.keys import Peppers
 from contracts.messages.base import Codec
 from contracts.messages.records import KeyRecord, TenantRecord
 
@@ -54,8 +55,8 @@ class _Records(Generic[R]):
 class Directory:
     """Keys and tenants as the buckets hold them now."""
 
-    def __init__(self, pepper: bytes) -> None:
-        self.pepper = pepper
+    def __init__(self, peppers: Peppers) -> None:
+        self.peppers = peppers
         self._keys = _Records(KeyRecord)
         self._tenants = _Records(TenantRecord)
         self._watches: list[Watch] = []
@@ -84,8 +85,8 @@ class Directory:
         The work is the same for every credential, and what is compared is an HMAC that the caller cannot choose.
         """
         secret = _secret(headers)
-        digest = registry.key_hash(self.pepper, secret)
-        key = self._keys.known.get(digest)
+        found = [record for digest in self.peppers.hashes(secret) if (record := self._keys.known.get(digest))]
+        key = found[0] if found else None
         tenant = None if key is None or key.revoked_at_ms else self.tenant(key.tenant)
         if key is None or tenant is None or not secret:
             raise HeadraceError(

@@ -160,7 +160,7 @@ async def create_key(
     services: ServicesDep, new: Annotated[NewKeyRequest, Depends(BodyReader(NewKeyRequest))]
 ) -> registry.NewKey:
     """Make an API key; its secret is in this answer and nowhere else."""
-    return await registry.create_key(services.bus, services.directory.pepper, new.tenant, admin=new.admin)
+    return await registry.create_key(services.bus, services.directory.peppers, new.tenant, admin=new.admin)
 
 
 @router.delete("/keys/{id}", responses=refusals(404))

@@ -45,7 +45,24 @@ def test_run_json_says_where_things_are(stack: Stack) -> None:
 def test_the_last_line_says_the_address(stack: Stack) -> None:
     lines = stack.output.read_text().splitlines()
     assert lines[-1].endswith(stack.run.url)
-    assert any(stack.run.key in line and "curl -N" in line for line in lines)
+    assert any("curl -N" in line and str(stack.data_dir / "key") in line for line in lines)
+
+
+def test_the_first_key_is_in_a_file_and_not_in_a_pipe(stack: Stack) -> None:
+    file = stack.data_dir / "key"
+    assert file.read_text() == stack.run.key and file.stat().st_mode & 0o777 == 0o600
+    assert "hr_" not in stack.output.read_text()
+
+
+def test_no_secret_is_in_an_environment_a_command_line_or_a_log(stack: Stack) -> None:
+    run = stack.run
+    kept = json.loads((stack.data_dir / "secrets.json").read_text())
+    secrets = [run.key, run.admin_key, kept["sql_password"], *kept["nats_passwords"].values()]
+    secrets.append((stack.data_dir / "pepper").read_text())
+    seen = {f"{pid} {what}": Path(f"/proc/{pid}/{what}") for pid in stack.pids for what in ("environ", "cmdline")}
+    seen |= {path.name: path for path in (stack.data_dir / "logs").iterdir()}
+    found = [name for name, path in seen.items() if any(secret in path.read_text("latin-1") for secret in secrets)]
+    assert found == []
 
 
 def test_a_chat_is_answered_and_its_usage_is_booked(stack: Stack) -> None:

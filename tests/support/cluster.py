@@ -22,7 +22,7 @@ import msgspec
 import pytest
 
 from compose.stack import nats_config, records
-from compose.stack.data_dir import DataDir, Secrets, read_pepper
+from compose.stack.data_dir import DataDir, Secrets, read_peppers
 from compose.stack.manifest import make_manifest
 from compose.stack.processes import die_with
 from contracts import ids, registry, subjects, topology
@@ -266,7 +266,7 @@ class Cluster:
             await topology.ensure(bus)
             await registry.put_manifest(bus, make_manifest("simulated", MODEL, 1_048_576))
             await registry.create_tenant(bus, TenantRecord(name=TENANT))
-            await registry.keep_key(bus, read_pepper(self.data.pepper), self.key, TENANT, admin=False)
+            await registry.keep_key(bus, read_peppers(self.data.pepper), self.key, TENANT, admin=False)
 
     # What is on the bus --------------------------------------------------------------------------------------
 

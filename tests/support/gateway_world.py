@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -15,6 +13,7 @@ import msgspec
 
 from contracts import subjects, topology
 from contracts.bus import Bus, Incoming
+from contracts.keys import Peppers
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.base import Epoch
 from contracts.messages.control import CancelAnswer, CancelRequest, StatusAnswer, StreamOwnerHeartbeat, WorkerHeartbeat
@@ -27,7 +26,7 @@ from gateway.config import GatewayConfig
 from gateway.service import Gateway
 from tests.support.polling import until
 
-PEPPER = b"a pepper for tests"
+PEPPER = "a pepper for tests that is long enough"
 K1, K2 = "hr_key-of-the-first-tenant", "hr_key-of-the-second-tenant"
 ADMIN = "hr_key-of-an-operator"
 MODEL = "m"
@@ -62,7 +61,7 @@ def answer(*texts: str) -> list[Content]:
 
 
 def digest(secret: str) -> str:
-    return hmac.digest(PEPPER, secret.encode(), hashlib.sha256).hex()
+    return Peppers.parse(PEPPER).hashes(secret.encode())[0]
 
 
 class World:
@@ -272,13 +271,11 @@ def text_of(events: Sequence[Any]) -> str:
 @asynccontextmanager
 async def serve(nats_url: str, directory: Path, **settings: Any) -> AsyncIterator[World]:
     """Two tenants, T1 with key K1 and T2 with K2, a simulated model ``m``, and one gateway."""
-    pepper = directory / "pepper"
-    pepper.write_bytes(PEPPER)
     bus = await Bus.connect(nats_url, name="test")
     await topology.ensure(bus)
     gateway_bus = await Bus.connect(nats_url, name="gateway")
     addresses = {"listen": ("127.0.0.1:0",), "admin_listen": ("127.0.0.1:0",)}
-    config = GatewayConfig(pepper_file=str(pepper), nats_url=nats_url, **(addresses | settings))
+    config = GatewayConfig(pepper=PEPPER, nats_url=nats_url, **(addresses | settings))
     gateway = Gateway(config, gateway_bus)
     world = World(bus, gateway, "")
     await world.start()

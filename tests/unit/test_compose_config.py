@@ -1,11 +1,13 @@
 """The data directory and how commands find a stack."""
 
+import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from compose.stack.data_dir import ComposeError, DataDir, Run, find_target
+from compose.stack.data_dir import ComposeError, DataDir, Run, find_target, read_peppers
 
 RUN = Run(
     url="http://127.0.0.1:1",
@@ -17,6 +19,14 @@ RUN = Run(
     admin_key="hr_b",
     pids={"gateway": [1], "scheduler": [2], "worker": [3], "ledger": [4], "nats": [5]},
 )
+
+
+@pytest.fixture(autouse=True)
+def umask() -> Iterator[None]:
+    """``prepare`` sets it for the whole process."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
 
 
 def mode(path: Path) -> int:
@@ -41,6 +51,52 @@ def test_secrets_outlive_a_restart_and_are_private(tmp_path: Path) -> None:
     assert len(first.key) == len("hr_") + 43 and first.key.startswith("hr_") and first.key != first.admin_key
     assert mode(directory.pepper) == mode(directory.path / "secrets.json") == 0o600
     assert mode(directory.path) == 0o700
+
+
+def test_what_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
+    """A directory that was made by hand, or by an older version, with logs in it."""
+    path = tmp_path / "data"
+    prepared(path)
+    log = path / "logs" / "worker-0.log"
+    log.write_text("one line")
+    for wide, bits in ((path, 0o755), (log, 0o644), (path / "pepper", 0o640)):
+        wide.chmod(bits)
+    said = DataDir(path).prepare()
+    assert [mode(closed) for closed in (path, log, path / "pepper")] == [0o700, 0o600, 0o600]
+    assert sorted(line.split(" ")[0] for line in said) == sorted(map(str, (path, log, path / "pepper")))
+    assert DataDir(path).prepare() == []
+
+
+def test_a_new_or_empty_directory_is_private_whatever_the_umask(tmp_path: Path) -> None:
+    os.umask(0)
+    (tmp_path / "empty").mkdir(mode=0o777)
+    for path in (tmp_path / "empty", tmp_path / "deep" / "new"):
+        DataDir(path).prepare()
+        (path / "logs" / "log").write_text("")
+        assert {mode(each) for each in (path, *path.iterdir()) if each.is_dir()} == {0o700}
+        assert {mode(path / "pepper"), mode(path / "logs" / "log")} == {0o600}
+
+
+def test_an_open_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    """``--data-dir /tmp`` must not close /tmp."""
+    (tmp_path / "somebodys").write_text("")
+    tmp_path.chmod(0o755)
+    with pytest.raises(ComposeError, match="other things"):
+        DataDir(tmp_path).prepare()
+    assert mode(tmp_path) == 0o755 and [each.name for each in tmp_path.iterdir()] == ["somebodys"]
+
+
+def test_a_damaged_pepper_is_told(tmp_path: Path) -> None:
+    directory = prepared(tmp_path / "data")
+    for text, reason in (
+        ("", "empty"),
+        ("\n \n", "empty"),
+        ("short", "at least 32"),
+        ("a" * 32 + "\nb", "at least 32"),
+    ):
+        directory.pepper.write_text(text)
+        with pytest.raises(ComposeError, match=reason):
+            read_peppers(directory.pepper)
 
 
 def test_damaged_secrets_are_told_not_replaced(tmp_path: Path) -> None:

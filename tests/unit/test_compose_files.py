@@ -10,7 +10,7 @@ import pytest
 
 from compose.stack import nats_config
 from contracts.permissions import ROLES
-from contracts.service.config import ServiceConfig
+from contracts.service.config import Secret, ServiceConfig
 from gateway.config import GatewayConfig
 from ledger.config import LedgerConfig
 from scheduler.config import SchedulerConfig
@@ -36,10 +36,12 @@ def test_every_service_runs_and_knows_its_settings() -> None:
         service = services()[name]
         assert service["command"] == ["python", "-m", name]
         assert importlib.util.find_spec(f"{name}.__main__") is not None
-        known = {f"HEADRACE_{field.name.upper()}" for field in msgspec.structs.fields(config)}
-        assert set(service["environment"]) <= known
-        required = {f"HEADRACE_{field.name.upper()}" for field in msgspec.structs.fields(config) if field.required}
-        assert required <= set(service["environment"])
+        fields = msgspec.structs.fields(config)
+        known = {f"HEADRACE_{field.name.upper()}" for field in fields}
+        secret = {f"HEADRACE_{field.name.upper()}_FILE" for field in fields if field.type == Secret}
+        assert set(service["environment"]) <= known | secret
+        given = {name.removesuffix("_FILE") if name in secret else name for name in service["environment"]}
+        assert {f"HEADRACE_{field.name.upper()}" for field in fields if field.required} <= given
 
 
 def test_every_secret_is_in_the_example() -> None:

@@ -24,7 +24,7 @@ from tests.unit.test_asyncapi import references, resolved
 
 def applications() -> tuple[FastAPI, FastAPI]:
     """The routes of both listeners alone: nothing is called, and nobody would answer."""
-    services: Any = SimpleNamespace(config=GatewayConfig(pepper_file="none"))
+    services: Any = SimpleNamespace(config=GatewayConfig(pepper="none"))
     inference: Any = print
     public = routes.public(services, inference, (usage.own,))
     return public._app, routes.private(services, (usage.everyones, admin.router))._app
