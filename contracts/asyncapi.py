@@ -37,6 +37,7 @@ from contracts.messages.request import RequestEnvelope, SubmitAnswer, SubmitRequ
 from contracts.messages.usage import (
     ExplainAnswer,
     ExplainQuery,
+    Invoice,
     InvoiceAnswer,
     InvoiceQuery,
     LatencyAnswer,
@@ -78,6 +79,7 @@ _RECORDS: Sequence[tuple[str, str, type[msgspec.Struct], str, _Parties, _Parties
     ("tenant", topology.TENANTS, TenantRecord, "Tenants.", _OPERATED, ["gateway", "scheduler"]),
     ("model", topology.MODELS, Manifest, "Models.", _OPERATED, ["gateway", "scheduler", "worker"]),
     ("budget", topology.BUDGETS, Budget, "What was billed in a month, by tenant.", ["ledger"], ["scheduler"]),
+    ("invoice", topology.INVOICES, Invoice, "Issued invoices.", ["ledger"], ["ledger"]),
     ("price", topology.PRICES, Price, "Prices.", ["operator"], ["ledger"]),
 )
 

@@ -149,7 +149,8 @@ _LEDGER = (
     f"$JS.API.STREAM.MSG.GET.{topology.ATTEMPTS}",
     f"$JS.API.STREAM.PURGE.{topology.ATTEMPTS}",
     *_keep(topology.BUDGETS),
-    *_watch(topology.PRICES),
+    *_watch(topology.PRICES, topology.INVOICES),
+    *_keep(topology.INVOICES),
 )
 
 _ROLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

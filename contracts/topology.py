@@ -19,6 +19,7 @@ MODELS = "models"
 LEASES = "leases"
 BUDGETS = "budgets"
 PRICES = "prices"
+INVOICES = "invoices"
 
 BODIES = "bodies"
 
@@ -89,6 +90,8 @@ STREAMS: list[dict[str, Any]] = [
     _bucket(LEASES, 16, subject_delete_marker_ttl=LEASE_MARKER_TTL_S * _SECOND),
     _bucket(BUDGETS, 64),
     _bucket(PRICES, 16),
+    # Some 2 KB for a tenant and month: 1,000 tenants for ten years. Never overwritten.
+    _bucket(INVOICES, 256),
     # Bodies up to 16 MiB: 128 of the largest at a time. Longest deadline plus retries stay under 2 h.
     _stream(
         f"OBJ_{BODIES}",

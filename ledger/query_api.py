@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from contracts import clock, instants, subjects
-from contracts.bus import Incoming
+from contracts.bus import BusError, Incoming
 from contracts.messages.base import Codec
 from contracts.messages.usage import (
     USAGE_FIGURES,
@@ -30,8 +30,9 @@ from contracts.messages.usage import (
     UsageRow,
 )
 from ledger import metrics, rollups
-from ledger.core import explain, money, queries, query_limits, rows
+from ledger.core import explain, invoices, money, queries, query_limits, rows
 from ledger.core.query_limits import BadQuery
+from ledger.invoices import Invoices
 from ledger.prices import Prices
 from ledger.store import Store, StoreError
 
@@ -52,9 +53,10 @@ class QueryApi:
     ``bytes_max``: of an answer; rows that do not fit are left to the next page.
     """
 
-    def __init__(self, store: Store, prices: Prices, bytes_max: int) -> None:
+    def __init__(self, store: Store, prices: Prices, issued: Invoices, bytes_max: int) -> None:
         self._store = store
         self._prices = prices
+        self._invoices = issued
         self._bytes_max = bytes_max
 
     async def answer(self, message: Incoming) -> None:
@@ -76,6 +78,9 @@ class QueryApi:
         except StoreError as error:
             log.warning("query_not_answered", error=str(error))
             return LedgerAnswer(error="the ledger's database does not answer", code="unavailable")
+        except BusError as error:
+            log.warning("query_not_answered", error=str(error))
+            return LedgerAnswer(error="issued invoices cannot be read or written now", code="unavailable")
 
     async def _query(self, name: str, data: bytes, tenant: str | None) -> LedgerAnswer:
         """``tenant``: of whom the subject lets ask; None: of all."""
@@ -118,16 +123,25 @@ class QueryApi:
         return LatencyAnswer(rows=answered, has_more=len(found) > query.limit)
 
     async def invoice(self, tenant: str, month: str) -> InvoiceAnswer:
-        """A tenant's invoice of a UTC month (``2026-11``), closed or not."""
+        """A tenant's invoice of a UTC month (``2026-11``): the issued one, or one of a month that is still open."""
         subjects.encode(tenant)
         try:
-            from_ms, to_ms = instants.range_of_month(month)
+            _, to_ms = instants.range_of_month(month)
         except ValueError as error:
             raise BadQuery(str(error)) from error
-        plan = await rollups.plan(self._store, from_ms, to_ms)
-        found = await self._store.select(queries.invoice(plan, tenant))
-        closed = clock.now_ms() >= to_ms + rows.LATE_MS  # no event of the month can still come
-        return InvoiceAnswer(invoice=money.invoice(tenant, month, found, closed=closed, currency=self._prices.currency))
+        issued = await self._invoices.of(tenant)
+        if made := issued.get(month):
+            return InvoiceAnswer(invoice=made)
+        now_ms, currency = clock.now_ms(), self._prices.currency
+        # From the beginning: what came late for months that are issued is corrected here.
+        found = await self._store.select(queries.invoice(await rollups.plan(self._store, 0, to_ms), tenant))
+        used = {each: [row[1:] for row in found if row[0] == each] for each in {row[0] for row in found}}
+        for each in invoices.to_issue(month, used, issued, now_ms):
+            made = invoices.make(tenant, each, used, issued, currency=currency, now_ms=now_ms)
+            issued[each] = await self._invoices.issue(made)
+        return InvoiceAnswer(
+            invoice=issued.get(month) or invoices.make(tenant, month, used, issued, currency=currency, now_ms=now_ms)
+        )
 
     async def explain(self, request_id: str, tenant: str | None) -> ExplainAnswer:
         """What became of a request; another tenant's is as one that does not exist. ``tenant`` None: for operators."""

@@ -16,6 +16,7 @@ from ledger.availability import Availability
 from ledger.budgets import Budgets
 from ledger.config import LedgerConfig
 from ledger.ingest import DURABLE, Ingest
+from ledger.invoices import Invoices
 from ledger.prices import Prices
 from ledger.query_api import QueryApi
 from ledger.rollups import Rollups
@@ -102,7 +103,9 @@ class Ledger:
         budgets = Budgets(self._bus, self._store)
         prices = Prices(self._bus, self._store)
         await prices.start()
-        query_api = QueryApi(self._store, prices, self._bus.session.max_payload - ANSWER_MARGIN_BYTES)
+        query_api = QueryApi(
+            self._store, prices, Invoices(self._bus), self._bus.session.max_payload - ANSWER_MARGIN_BYTES
+        )
         queries = await self._bus.subscribe(
             subjects.USAGE_QUERIES, query_api.answer, queue=QUEUE, concurrent=True, limit=QUERIES_MAX
         )

@@ -34,6 +34,7 @@ from contracts.messages.usage import (
     UsageRow,
 )
 from contracts.registry import check_name
+from ledger.core import money
 
 A = TypeVar("A", bound=LedgerAnswer)
 P = TypeVar("P", UsageAnswer, LatencyAnswer)
@@ -124,6 +125,11 @@ async def dead_letters(bus: Bus) -> list[DeadLetter]:
 
 async def set_prices(bus: Bus, made: list[Price]) -> None:
     """Keep these; one with the same model, tier and day is replaced."""
+    for currency in {price.currency for price in made}:
+        try:
+            money.digits_of(currency)
+        except ValueError as error:
+            raise ComposeError(str(error)) from error
     present = await prices(bus)
     for price in made:
         check_name("model name", price.model)

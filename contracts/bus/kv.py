@@ -150,11 +150,11 @@ class KeyValue:
         )
         return stored.seq
 
-    async def all(self, bucket: str) -> dict[str, KvEntry]:
-        """Every key that is there now."""
+    async def all(self, bucket: str, key_filter: str = ">") -> dict[str, KvEntry]:
+        """Every key that is there now and matches the filter."""
         entries: dict[str, KvEntry] = {}
         prefix = f"$KV.{bucket}."
-        async for message in self._jetstream.read(f"KV_{bucket}", prefix + ">", to_the_end=True):
+        async for message in self._jetstream.read(f"KV_{bucket}", prefix + key_filter, to_the_end=True):
             key = message.subject[len(prefix) :]
             entry = entry_of(key, message)
             if entry is None:

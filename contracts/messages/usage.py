@@ -130,9 +130,13 @@ class InvoiceQuery(Message, frozen=True, kw_only=True):
 
 
 class InvoiceLine(Message, frozen=True, kw_only=True, omit_defaults=False):
-    """Tokens of one kind at one price; or ``rounding``, which brings the sum to whole cents."""
+    """Tokens of one kind at one price; ``correction``, which brings what an issued invoice charged to what its month
+    costs now, and may be negative; or ``rounding``, which brings the sum to whole coins of the currency.
+    """
 
-    kind: Literal["input", "cached_input", "output", "reasoning", "rounding"]
+    kind: Literal["input", "cached_input", "output", "reasoning", "correction", "rounding"]
+    corrects: str = ""
+    """Of a correction: the month that it corrects."""
     model: str = ""
     tier: str = ""
     valid_from: str = ""
@@ -144,18 +148,23 @@ class InvoiceLine(Message, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Invoice(Message, frozen=True, kw_only=True, omit_defaults=False):
-    """The amounts of all lines add up to ``total`` exactly, all but the rounding to ``usage_amount``."""
+    """The amounts of all lines add up to ``total`` exactly; all but corrections and rounding to ``usage_amount``.
+
+    An entry in the INVOICES bucket, keyed ``<tenant>.<month>``, once it is issued.
+    """
 
     tenant: str
     month: str
     currency: str
     closed: bool
-    """The month is over, and so is the time in which a late event may still come."""
+    """The month is over, and so is the time in which a late event may still come: this document never changes."""
+    issued_at_ms: int = 0
+    """Unix ms; 0 while the month is open."""
     requests: int
     lines: list[InvoiceLine]
     usage_amount: str
     total: str
-    """Whole cents, half of one rounded up."""
+    """With the currency's digits (ISO 4217): whole cents of USD, whole yen; half of one rounded up."""
     unpriced_tokens: int
 
 

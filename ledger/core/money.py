@@ -1,16 +1,26 @@
-"""Money in whole picounits (10^-12 of the currency's unit), so that no sum is ever rounded, and invoices; pure.
+"""Money in whole picounits (10^-12 of the currency's unit), so that no sum is ever rounded; pure.
 
 A price of one millionth of the unit for a million tokens is one picounit for one token.
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal
-
-from contracts.messages.usage import Invoice, InvoiceLine
+from iso4217 import Currency
 
 UNIT_PICO = 10**12
 MICRO_PICO = 10**6
-CENT_PICO = UNIT_PICO // 100
+
+
+def digits_of(currency: str) -> int:
+    """Decimal places of the currency's smallest coin, 0 to 4, as ISO 4217 lists them: 2 for ``USD``, 0 for ``JPY``.
+
+    Raises ValueError for anything that is no code of a currency that is paid with.
+    """
+    try:
+        exponent = Currency(currency).exponent
+    except ValueError:
+        exponent = None  # metals and funds have a code and no coin
+    if exponent is None:
+        raise ValueError(f"{currency!r} is no currency: say its code of ISO 4217, three capital letters, such as USD")
+    return exponent
 
 
 def decimal(pico: int) -> str:
@@ -20,59 +30,21 @@ def decimal(pico: int) -> str:
     return f"{sign}{text}"
 
 
-def cents(pico: int) -> int:
-    """The amount in picounits, brought to whole cents; half a cent goes up."""
-    return (pico + CENT_PICO // 2) // CENT_PICO * CENT_PICO
+def pico(text: str) -> int:
+    """What ``decimal`` wrote, in picounits again."""
+    whole, _, part = text.lstrip("-").partition(".")
+    amount = int(whole) * UNIT_PICO + int(part.ljust(12, "0"))
+    return -amount if text.startswith("-") else amount
 
 
-def whole_cents(pico: int) -> str:
-    """An amount of whole cents, always with two digits after the point."""
-    return f"{pico // UNIT_PICO}.{pico % UNIT_PICO // CENT_PICO:02d}"
+def rounded(pico: int, digits: int) -> int:
+    """The amount in picounits, brought to whole coins of so many decimal places; half a coin goes up."""
+    coin = UNIT_PICO // 10**digits
+    return (pico + coin // 2) // coin * coin
 
 
-_KINDS: tuple[Literal["input", "cached_input", "output", "reasoning"], ...] = (
-    "input",
-    "cached_input",
-    "output",
-    "reasoning",
-)
-
-
-def invoice(tenant: str, month: str, found: Sequence[tuple[Any, ...]], *, closed: bool, currency: str) -> Invoice:
-    """The invoice of what ``queries.invoice`` gives."""
-    lines: list[InvoiceLine] = []
-    usage_pico = unpriced = requests = 0
-    for model, tier, valid_from, _, *rest in found:
-        prices, (count, prompt, cached, completion, reasoning) = rest[:4], rest[4:]
-        requests += count
-        unpriced += 0 if valid_from else prompt + completion
-        tokens = (prompt - cached, cached, completion - reasoning, reasoning)
-        for kind, amount, price in zip(_KINDS, tokens, prices, strict=True):
-            if not amount:
-                continue
-            usage_pico += amount * price
-            lines.append(
-                InvoiceLine(
-                    kind=kind,
-                    model=model,
-                    tier=tier,
-                    valid_from=valid_from,
-                    tokens=amount,
-                    price=decimal(price * MICRO_PICO),
-                    amount=decimal(amount * price),
-                )
-            )
-    total = cents(usage_pico)
-    if total != usage_pico:
-        lines.append(InvoiceLine(kind="rounding", amount=decimal(total - usage_pico)))
-    return Invoice(
-        tenant=tenant,
-        month=month,
-        currency=currency,
-        closed=closed,
-        requests=requests,
-        lines=lines,
-        usage_amount=decimal(usage_pico),
-        total=whole_cents(total),
-        unpriced_tokens=unpriced,
-    )
+def coins(pico: int, digits: int) -> str:
+    """An amount of whole coins, always with so many digits after the point."""
+    sign, pico = ("-", -pico) if pico < 0 else ("", pico)
+    part = f".{pico % UNIT_PICO // (UNIT_PICO // 10**digits):0{digits}d}" if digits else ""
+    return f"{sign}{pico // UNIT_PICO}{part}"

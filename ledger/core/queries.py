@@ -211,17 +211,18 @@ def month_tokens(plan: Plan, tenants: Collection[str] | None) -> Query:
 
 
 def invoice(plan: Plan, tenant: str) -> Query:
-    """A tenant's usage by model, tier and price.
+    """A tenant's usage by UTC month, model, tier and price.
 
     Columns: these (the price's first day; empty when no price holds), currency, the four prices, then requests,
     prompt, cached, completion and reasoning tokens.
     """
     text = (
-        "SELECT of_model, u.tier, if(p.currency = '', '', toString(p.valid_from)) AS since, any(p.currency),"
+        "SELECT formatDateTime(of_day, '%Y-%m') AS month, of_model, u.tier,"
+        " if(p.currency = '', '', toString(p.valid_from)) AS since, any(p.currency),"
         " any(p.input), any(p.cached_input), any(p.output), any(p.reasoning),"
         " sum(requests), sum(u.prompt), sum(u.cached), sum(u.completion), sum(u.reasoning)"
-        f" FROM {_priced(usage_source(plan, 'tenant = {tenant:String}'), [])} GROUP BY of_model, u.tier, since"
-        " ORDER BY of_model, u.tier, since"
+        f" FROM {_priced(usage_source(plan, 'tenant = {tenant:String}'), [])} GROUP BY month, of_model, u.tier, since"
+        " ORDER BY month, of_model, u.tier, since"
     )
     return Query(text, {"tenant": tenant})
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts import instants
-from contracts.messages.usage import LatencyQuery, UsageQuery
+from contracts.messages.usage import Invoice, LatencyQuery, UsageQuery
 from ledger.core import queries
 from ledger.query_api import QueryApi
 from ledger.rollups import Rollups, plan
@@ -41,6 +41,16 @@ class NoPrices:
     """The bucket's mirror, of which queries ask the currency only."""
 
     currency = "USD"
+
+
+class NoInvoices:
+    """None is ever issued."""
+
+    async def of(self, tenant: str) -> dict[str, Invoice]:
+        return {}
+
+    async def issue(self, made: Invoice) -> Invoice:
+        return made
 
 
 def generated(first: int, count: int, of: int) -> str:
@@ -98,7 +108,7 @@ async def timed(name: str, ask: Callable[[], Awaitable[Any]]) -> None:
 
 
 async def ask_all(store: Store, request_id: str) -> None:
-    query_api = QueryApi(store, NoPrices(), 4 << 20)  # type: ignore[arg-type]
+    query_api = QueryApi(store, NoPrices(), NoInvoices(), 4 << 20)  # type: ignore[arg-type]
 
     def usage(*by: str, **changes: Any) -> Callable[[], Awaitable[Any]]:
         fields = {"from_at_ms": FROM_MS, "to_at_ms": TO_MS, **changes}

@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from contracts import ids, subjects, topology
+from contracts import ids, instants, subjects, topology
 from contracts.bus import Bus, BusError, NotFound
 from contracts.messages.attempts import AttemptEvent, DeadLetter
 from contracts.messages.base import Message
@@ -25,6 +25,7 @@ from contracts.messages.records import Budget, Price
 from contracts.messages.usage import (
     ExplainAnswer,
     ExplainQuery,
+    Invoice,
     InvoiceAnswer,
     InvoiceQuery,
     LatencyAnswer,
@@ -110,7 +111,8 @@ async def bus(nats_url: str) -> AsyncIterator[Bus]:
         await bus.jetstream.api(f"CONSUMER.DELETE.{topology.ATTEMPTS}.ledger")
     except NotFound:
         pass
-    for stream in (topology.ATTEMPTS, topology.DEAD_LETTERS, f"KV_{topology.BUDGETS}", f"KV_{topology.PRICES}"):
+    buckets = (f"KV_{bucket}" for bucket in (topology.BUDGETS, topology.PRICES, topology.INVOICES))
+    for stream in (topology.ATTEMPTS, topology.DEAD_LETTERS, *buckets):
         await bus.jetstream.api(f"STREAM.PURGE.{stream}")
     yield bus
     await bus.close()
@@ -471,6 +473,61 @@ async def test_a_price_in_the_bucket_holds_at_once(bus: Bus, ledger: Ledger) -> 
     await until(lambda: costs("0.000010000005", "EUR"), "the price after a restart")
     await bus.kv.delete(topology.PRICES, key)
     await until(lambda: costs("0", ""), "no price")
+
+
+async def test_an_issued_invoice_never_changes(bus: Bus, ledger: Ledger) -> None:
+    """D19: a price set for a closed month, and an event of it that comes late, correct the first open month."""
+    closed_ms, _ = instants.month_around(time.time_ns() // 1_000_000 - 45 * 86_400_000)
+    closed, opened = (instants.month_of(at_ms) for at_ms in (closed_ms, time.time_ns() // 1_000_000 - 7 * 86_400_000))
+
+    def of_then(tokens: int) -> AttemptEvent:
+        fields = {"tenant": "t 1", "request_id": ids.request_id(closed_ms + 50), "prompt_tokens": tokens}
+        return event(**fields, completion_tokens=0, admitted_at_ms=closed_ms + 50, ended_at_ms=closed_ms + 90)
+
+    async def invoice(month: str) -> Invoice:
+        subject = subjects.usage_of("t 1", "invoice")
+        made = (await answer(bus, subject, InvoiceQuery(month=month), InvoiceAnswer)).invoice
+        assert made is not None
+        return made
+
+    async def corrected(amount: str) -> bool:
+        lines = (await invoice(opened)).lines
+        return [(line.corrects, line.amount) for line in lines if line.kind == "correction"] == [(closed, amount)]
+
+    price = Price(
+        model="m",
+        tier="batch",
+        valid_from=f"{closed}-01",
+        currency="USD",
+        input=2,
+        cached_input=2,
+        output=2,
+        reasoning=2,
+    )
+    key = f"{subjects.encode('m')}.batch.{closed}-01"
+
+    async def charge(amount: int) -> None:
+        await bus.kv.put(topology.PRICES, key, msgspec.json.encode(msgspec.structs.replace(price, input=amount)))
+
+    await charge(2_000_000)
+    await store(bus, [of_then(1000), of_then(500)])
+
+    async def priced() -> bool:
+        found = await ask(bus, from_at_ms=closed_ms, tenant="t 1")
+        return bool(found.rows) and found.rows[0].amount == "0.003"
+
+    await until(priced, "usage of the closed month, priced")
+    issued = await invoice(closed)
+    assert (issued.closed, issued.requests, issued.usage_amount, issued.total) == (True, 2, "0.003", "0.00")
+    await charge(3_000_000)
+    await until(lambda: corrected("0.0015"), "the price's correction")
+    await store(bus, [of_then(100)])
+    await until(lambda: corrected("0.0018"), "the event's correction")
+    assert await invoice(closed) == issued
+    assert ledger.send(signal.SIGTERM) == 0
+    ledger.start()
+    await until(ledger.ready, "the ledger")
+    assert await invoice(closed) == issued
 
 
 def test_bad_configuration_is_told_at_once_and_without_the_password() -> None:

@@ -27,6 +27,10 @@ def test_models_and_prices_are_entered_and_listed(start_stack: StartStack) -> No
         (["price", "set", "m", "--input", "-1", "--output", "1"], "from 0 to 1000000"),
         (["price", "set", "m", "--input", "1.0000001", "--output", "1"], "at most 6 digits"),
         (["price", "set", "m", "--input", "1", "--output", "1", "--from", "2020-01-01"], "--backdate"),
+        *(
+            (["price", "set", "m", "--input", "1", "--output", "1", "--currency", code], "ISO 4217")
+            for code in ("usd", "")
+        ),
         (["usage", "--from", "2026-02-30"], "day is out of range for month"),
         (["usage", "--by", "colour"], "is not one of"),
         (["latency", "--by", "key"], "is not one of"),
