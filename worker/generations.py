@@ -16,10 +16,10 @@ from contracts import topology
 from contracts.bus import Bus, BusError
 from contracts.messages.request import RequestEnvelope
 from worker.core.events import AttemptEnded, Event, Key, StartAttempt
-from worker.engines.base import EngineFailure, Job
+from worker.engines.base import EngineFailure, Job, PromptMiscounted
 from worker.engines.supervisor import EngineSupervisor
 from worker.frame_buffer import AttemptFrames, FrameBuffer
-from worker.metrics import TokenLatency
+from worker.metrics import TokenLatency, count_miscounted_prompt
 
 STOP_S = 5.0
 """An aborted generation that has not returned by then counts as ended: it is left alone."""
@@ -70,6 +70,9 @@ class Generations:
         """Generate and send; gives the failure, if it ended with one."""
         try:
             await self._generate(effect, frames, buffer)
+        except PromptMiscounted as failure:
+            self._alarm(effect.item.request, failure)
+            return failure
         except EngineFailure as failure:
             return failure
         except Exception:
@@ -77,6 +80,18 @@ class Generations:
             _log.exception("attempt_broke", request_id=request_id, attempt=attempt)
             return EngineFailure("internal_error", "the worker failed to run the request")
         return None
+
+    def _alarm(self, request: RequestEnvelope, failure: PromptMiscounted) -> None:
+        count_miscounted_prompt(request.model)
+        _log.error(
+            "prompt_miscounted",
+            request_id=request.request_id,
+            tenant=request.tenant,
+            model=request.model,
+            endpoint=request.endpoint,
+            admitted=failure.admitted,
+            found=failure.found,
+        )
 
     async def _generate(self, effect: StartAttempt, frames: AttemptFrames, buffer: FrameBuffer) -> None:
         request = effect.item.request
@@ -91,6 +106,7 @@ class Generations:
             body=body,
             stream=request.stream,
             cache_salt=request.tenant if request.prefix_caching else request.request_id,
+            prompt_tokens=request.prompt_tokens,
         )
         latency = TokenLatency(request.model, effect.item.version, request.priority, time.monotonic())
         buffer.send(frames, "accepted")

@@ -30,6 +30,9 @@ _kv_tokens = Gauge("headrace_worker_kv_tokens", "Capacity of the KV cache in tok
 _kv_tokens_used = Gauge("headrace_worker_kv_tokens_used", "Tokens in the KV cache that are in use.", ("model",))
 _preemptions = Gauge("headrace_worker_num_preemptions", "Preemptions since the engine started.", ("model",))
 _engine_losses = Counter("headrace_worker_engine_losses", "Engines that died or hung.", ("model",))
+_miscounted = Counter(
+    "headrace_worker_prompts_miscounted", "Requests ended because the engine counts another prompt.", ("model",)
+)
 
 
 class TokenLatency:
@@ -60,6 +63,11 @@ def count_attempt(event: AttemptEvent) -> None:
 def count_engine_loss(model: str) -> None:
     """The engine died or hung."""
     _engine_losses.labels(model).inc()
+
+
+def count_miscounted_prompt(model: str) -> None:
+    """Above zero somebody should look: a bug in counting, or a way past the limits."""
+    _miscounted.labels(model).inc()
 
 
 def observe(model: str, stats: EngineStats, *, in_flight: int, kv_tokens: int) -> None:

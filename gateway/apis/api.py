@@ -3,11 +3,12 @@
 Whoever serves a request asks its row and never looks at the endpoint's name. The rows stand in ``gateway.apis.table``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
 
+from contracts import template_variables as variables
 from contracts.messages.base import Endpoint
 from contracts.messages.records import Manifest
 from gateway.apis.fields import VOCABULARY_MAX, present, refuse
@@ -56,8 +57,12 @@ class Api(msgspec.Struct, frozen=True, kw_only=True):
     def path(self) -> str:
         return f"/v1/{self.endpoint}"
 
-    def validate(self, body: Json, manifest: Manifest, vocabulary: int | None) -> ValidBody:
+    def validate(
+        self, body: Json, manifest: Manifest, vocabulary: int | None, template_variables: Collection[str] = ()
+    ) -> ValidBody:
         """The request in ``body``; ``vocabulary`` is None where it is not known. Raises HeadraceError.
+
+        ``template_variables``: what the model's chat template reads; others of the caller do not travel.
 
         A null is as if absent. A field that ``self.body`` does not name is ignored and does not travel, and with it
         those that no caller may set (``cache_salt``, ``priority``, ``request_id``, ``kv_transfer_params``,
@@ -66,4 +71,9 @@ class Api(msgspec.Struct, frozen=True, kw_only=True):
         fields = present(body)
         if "simulate" in fields and manifest.engine != "simulated":
             refuse("simulate", "Only models of the simulated engine understand 'simulate'.")
-        return self.check(fields, manifest, vocabulary or VOCABULARY_MAX)
+        valid = self.check(fields, manifest, vocabulary or VOCABULARY_MAX)
+        if given := valid.fields.pop(variables.FIELD, None):
+            variables.check(given)
+            if read := {name: value for name, value in given.items() if name in template_variables}:
+                valid.fields[variables.FIELD] = read
+        return valid

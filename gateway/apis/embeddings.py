@@ -39,7 +39,7 @@ def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> Valid
     body = converted(fields, EmbeddingsBody)
     if count_prompts("input", body.input, vocabulary) > INPUTS_MAX:
         refuse("input", f"More than {INPUTS_MAX} texts in one request.")
-    return ValidBody(fields=travelling(fields, EmbeddingsBody, set()), stream=False, choices=1, max_output_tokens=0)
+    return ValidBody(fields=travelling(body), stream=False, choices=1, max_output_tokens=0)
 
 
 API = Api(

@@ -1,7 +1,7 @@
 """What the checks of all APIs share: types with their bounds, and refusals that name the field at fault."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
@@ -46,9 +46,23 @@ def model_of(body: dict[str, Any]) -> str:
     return model
 
 
-def travelling(fields: dict[str, Any], kind: type[msgspec.Struct], left_out: set[str]) -> dict[str, Any]:
-    """Those of ``fields`` that ``kind`` names."""
-    return {name: fields[name] for name in kind.__struct_fields__ if name in fields and name not in left_out}
+def travelling(body: msgspec.Struct, left_out: Collection[str] = ()) -> dict[str, Any]:
+    """What of a checked body goes to the engine: made anew from its structs, so that nothing that they do not name
+    travels at any depth. A null is as if absent; objects that are data (schemas, arguments) stay as they are.
+    """
+    return {
+        name: _plain(value)
+        for name in body.__struct_fields__
+        if name not in left_out and (value := getattr(body, name)) is not None
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        return travelling(value)
+    if type(value) is list and value and isinstance(value[0], msgspec.Struct):
+        return [travelling(item) for item in value]
+    return value
 
 
 def refuse(param: str, message: str) -> NoReturn:

@@ -43,6 +43,7 @@ class ContentBlock(msgspec.Struct):
     """A part of a message."""
 
     type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    id: str | None = None
     text: str | None = None
     thinking: str | None = None
     name: str | None = None
@@ -143,7 +144,7 @@ def _valid(fields: dict[str, Any], kind: type[CountBody]) -> ValidBody:
         if max_tokens is not None and thinking.budget_tokens >= max_tokens:
             refuse("thinking.budget_tokens", "The budget must be below 'max_tokens'.")
     return ValidBody(
-        fields=travelling(fields, CountBody, set() if body.tools else {"tool_choice"}),
+        fields=travelling(body, {"max_tokens"} if body.tools else {"max_tokens", "tool_choice"}),
         stream=bool(body.stream),
         choices=1,
         max_output_tokens=max_tokens,

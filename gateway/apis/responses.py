@@ -122,10 +122,7 @@ def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> Valid
     check_tools("tools[{}].parameters", tools, mode, named, complexity)
     left_out = {"max_output_tokens"} if body.tools else {"max_output_tokens", "tool_choice", "parallel_tool_calls"}
     return ValidBody(
-        fields=travelling(fields, ResponsesBody, left_out),
-        stream=bool(body.stream),
-        choices=1,
-        max_output_tokens=body.max_output_tokens,
+        fields=travelling(body, left_out), stream=bool(body.stream), choices=1, max_output_tokens=body.max_output_tokens
     )
 
 
@@ -147,7 +144,7 @@ def _check_item(where: str, item: InputItem) -> None:
 def chat(fields: dict[str, Any], system_first: bool) -> dict[str, Any]:
     """The fields of a chat body that render to the same prompt.
 
-    For an input that ends in an unfinished message of the assistant, which vLLM continues, it is an estimate.
+    An item's ``status`` does not travel, so that vLLM never continues an unfinished message.
     """
     messages: list[dict[str, Any]] = []
     if instructions := fields.get("instructions"):

@@ -132,7 +132,7 @@ class TextBody(Sampling, kw_only=True):
             left_out |= {"tool_choice", "parallel_tool_calls"}
         script = simulate_field(fields)
         return ValidBody(
-            fields=travelling(fields, type(self), left_out),
+            fields=travelling(self, left_out),
             stream=bool(self.stream),
             choices=prompts * n,
             max_output_tokens=limit,

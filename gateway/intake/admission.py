@@ -244,7 +244,9 @@ async def _counted(api: Api, parsed: ParsedBody) -> tuple[ValidBody, list[int]]:
         )
     await tokens.ready()
     large = parsed.bytes > LARGE_BYTES
-    valid = await threads.run(large, api.validate, parsed.fields, manifest, tokens.vocabulary)
+    valid = await threads.run(
+        large, api.validate, parsed.fields, manifest, tokens.vocabulary, tokens.template_variables
+    )
     return valid, await tokens.count(api, valid.fields, parsed.bytes)
 
 

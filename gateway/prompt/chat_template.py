@@ -21,6 +21,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 
 from contracts.errors import HeadraceError
+from contracts.template_variables import is_reserved
 from gateway.apis.messages import BILLING_HEADER
 
 
@@ -73,7 +74,11 @@ class ChatTemplate:
         tree = environment.parse(source)
         self._template = environment.from_string(source)
         self._special_tokens = special_tokens
-        self._variables = jinja2.meta.find_undeclared_variables(tree)
+        given = environment.globals.keys() | special_tokens.keys()
+        self.variables = frozenset(
+            name for name in jinja2.meta.find_undeclared_variables(tree) - given if not is_reserved(name)
+        )
+        """What it reads and a caller may set."""
         self._walks_parts = next(_loops_over_content(tree), None) is not None
         self._knows_developer = '"developer"' in source or "'developer'" in source
         self.system_first = _wants_system_first(source)
@@ -127,7 +132,7 @@ class ChatTemplate:
         if (effort := fields.get("reasoning_effort")) is not None:
             extras.setdefault("enable_thinking", effort != "none")
             extras["reasoning_effort"] = effort
-        return {name: value for name, value in extras.items() if name in self._variables}
+        return {name: value for name, value in extras.items() if name in self.variables}
 
     def _normal(self, message: dict[str, Any]) -> dict[str, Any]:
         role = message["role"]

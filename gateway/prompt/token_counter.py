@@ -40,6 +40,8 @@ class TokenCounter:
         self._loading: asyncio.Future[None] | None = None
         self.vocabulary: int | None = None
         """Number of token ids; None where the engine has no fixed one."""
+        self.template_variables: frozenset[str] = frozenset()
+        """What a caller may set of the chat template's."""
         if manifest.engine != "simulated":
             self._load()
 
@@ -82,6 +84,7 @@ class TokenCounter:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._template = ChatTemplate.from_directory(directory)
+        self.template_variables = self._template.variables if self._template is not None else frozenset()
         self._tokenizer = tokenizer
         self.vocabulary = tokenizer.get_vocab_size(with_added_tokens=True)
 

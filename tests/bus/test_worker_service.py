@@ -509,6 +509,20 @@ async def test_a_dead_engine_is_rebuilt_and_its_attempts_are_returned(
     await harness.closed(await harness.send(max_tokens=3))
 
 
+async def test_a_prompt_of_another_length_than_admitted_ends_before_its_first_token_and_bills_nothing(
+    harness: Harness, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await harness.start()
+    body = msgspec.Raw(b'{"messages":[{"role":"user","content":"CANARY word word"}],"max_tokens":3,"stream":true}')
+    for admitted in (6, 8):
+        event = await harness.event(await harness.send(prompt_tokens=admitted, max_output_tokens=3, body=body))
+        assert (event.outcome, event.error_code, event.retryable) == ("failed", "internal_error", False)
+        assert (event.billable, event.completion_tokens, event.first_token_at_ms) == (False, 0, 0)
+    log = capsys.readouterr().out
+    assert log.count("prompt_miscounted") == 2 and "CANARY" not in log
+    await harness.closed(await harness.send(prompt_tokens=7, max_output_tokens=3, body=body))
+
+
 # Metrics ---------------------------------------------------------------------------------------------------
 
 
@@ -528,6 +542,7 @@ async def test_every_metric_says_what_happened(harness: Harness, monkeypatch: py
         "time_to_first_token_seconds_count": scope,
         "inter_token_latency_seconds_count": scope,
         "engine_losses_total": {},
+        "prompts_miscounted_total": {},
     }
     before = {name: metric(name, **labels) for name, labels in counted.items()}
     config = WorkerConfig(model=MODEL, sim_slots=4, sim_kv_tokens=100, sim_itl_ms=5.0)
@@ -543,6 +558,7 @@ async def test_every_metric_says_what_happened(harness: Harness, monkeypatch: py
     for _ in range(2):
         body = msgspec.Raw(msgspec.json.encode(prompt))
         await harness.closed(await harness.send(prompt_tokens=44, max_output_tokens=3, body=body))
+    await harness.closed(await harness.send(prompt_tokens=43, max_output_tokens=3, body=body))
     # Both generate more than they reserved, so that the cache gets full.
     pair = [await harness.send(max_tokens=60, max_output_tokens=5, simulate={"itl_ms": 25}) for _ in range(2)]
     await until(lambda: metric("attempts_in_flight") == 2 and metric("kv_tokens_used") > 20)
@@ -561,6 +577,7 @@ async def test_every_metric_says_what_happened(harness: Harness, monkeypatch: py
         "time_to_first_token_seconds_count": 4,
         "inter_token_latency_seconds_count": 2 * 2 + 2 * 59,
         "engine_losses_total": 1,
+        "prompts_miscounted_total": 1,
     }
     suffixes = ("_total", "_count")
     asked = {*counted, "kv_tokens", "kv_tokens_used", "attempts_in_flight", "num_preemptions"}

@@ -8,7 +8,7 @@ import pytest
 from contracts.messages.base import Endpoint
 from tests.support.asking import MODEL, SLOTS, Answer, Asker
 from tests.support.polling import until
-from worker.engines.base import Counts, EngineFailure
+from worker.engines.base import Counts, EngineFailure, PromptMiscounted
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -190,3 +190,35 @@ async def test_totals_grow_by_what_was_computed(asker: Asker) -> None:
 async def test_a_living_engine_passes_its_check(asker: Asker) -> None:
     await asker.engine.check()
     assert asker.engine.kv_tokens > asker.engine.slots
+
+
+BODIES: list[tuple[Endpoint, dict[str, Any]]] = [
+    ("chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "n": 2, "temperature": 1}),
+    ("completions", {"prompt": PROMPT}),
+    ("completions", {"prompt": [PROMPT, "seven"], "n": 2, "temperature": 1}),
+    ("completions", {"prompt": [[1, 2, 3], [4, 5]]}),
+]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("endpoint", "body"), BODIES)
+async def test_a_prompt_of_another_length_than_admitted_is_never_computed(
+    asker: Asker, endpoint: Endpoint, body: dict[str, Any], stream: bool
+) -> None:
+    body |= {"max_tokens": 2}
+    found = (await asker.ask(asker.job(stream, endpoint, **body))).counts.prompt_tokens
+    await asker.ask(asker.job(stream, endpoint, prompt_tokens=found, **body))
+    before = asker.engine.stats()
+    for admitted in (found - 1, found + 1):
+        counts = Counts()
+        with pytest.raises(PromptMiscounted) as caught:
+            await asker.ask(asker.job(stream, endpoint, prompt_tokens=admitted, **body), counts)
+        assert (caught.value.admitted, caught.value.found) == (admitted, found)
+        assert not caught.value.retryable and not caught.value.engine_death
+        assert counts == Counts()
+    await asker.until_idle()
+    after = asker.engine.stats()
+    assert (after.prefill_tokens_total, after.decode_tokens_total) == (
+        before.prefill_tokens_total,
+        before.decode_tokens_total,
+    )

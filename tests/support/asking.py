@@ -83,7 +83,15 @@ class Asker:
         self.engine = engine
         self._asked = 0
 
-    def job(self, stream: bool, endpoint: Endpoint = "chat/completions", *, salt: str = "", **body: Any) -> Job:
+    def job(
+        self,
+        stream: bool,
+        endpoint: Endpoint = "chat/completions",
+        *,
+        salt: str = "",
+        prompt_tokens: int | None = None,
+        **body: Any,
+    ) -> Job:
         self._asked += 1
         if endpoint == "chat/completions":
             body = {"messages": [{"role": "user", "content": "Count for me, please."}]} | body
@@ -95,6 +103,7 @@ class Asker:
             body=msgspec.json.encode(body),
             stream=stream,
             cache_salt=salt or f"salt-{self._asked}",
+            prompt_tokens=prompt_tokens,
         )
 
     async def ask(self, job: Job, counts: Counts | None = None) -> Answer:

@@ -62,6 +62,15 @@ def test_extra_arguments_win_and_null_takes_one_out() -> None:
     assert not any("block-size" in argument for argument in line)
 
 
+def test_nothing_is_fetched_for_a_caller_unless_an_operator_names_domains() -> None:
+    line = engine_arguments(CPU, SMALL)
+    assert line[line.index("--allowed-media-domains") + 1] == "none.invalid"
+    assert not any(it.startswith("--allowed-local-media-path") for it in line)
+    named = msgspec.structs.replace(CPU, vllm_engine_args={"allowed_media_domains": ["a.example", "b.example"]})
+    line = engine_arguments(named, SMALL)
+    assert line[line.index("--allowed-media-domains") + 1 :][:2] == ["a.example", "b.example"]
+
+
 def job(body: bytes, *, stream: bool = True, salt: str = "s") -> Job:
     return Job(request_id="r", attempt=1, endpoint="chat/completions", body=body, stream=stream, cache_salt=salt)
 
@@ -86,7 +95,18 @@ def test_no_salt_and_a_null_simulate_are_no_fields() -> None:
     assert msgspec.json.decode(body) == {"model": "small", "stream": True}
 
 
-@pytest.mark.parametrize(("body", "param"), [(b'{"simulate": {}}', "simulate"), (b"[]", None), (b"{", None)])
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"simulate": {}}', "simulate"),
+        (b"[]", None),
+        (b"{", None),
+        (b'{"chat_template_kwargs": {"tokenize": true, "padding": "max_length"}}', "chat_template_kwargs"),
+        (b'{"chat_template_kwargs": {"x": [[[[1]]]]}}', "chat_template_kwargs"),
+        (b'{"chat_template_kwargs": {"x": "%s"}}' % (b"a" * 9000), "chat_template_kwargs"),
+        (b'{"chat_template_kwargs": [1]}', "chat_template_kwargs"),
+    ],
+)
 def test_a_body_that_vllm_must_not_see_is_refused(body: bytes, param: str | None) -> None:
     with pytest.raises(EngineFailure) as refusal:
         request_body(job(body), "small")
@@ -180,7 +200,8 @@ STREAMS: dict[Endpoint, bytes] = {
 class Record:
     failure: EngineFailure | None = None
 
-    def __init__(self, counts: Counts) -> None:
+    def __init__(self, job: Job, counts: Counts) -> None:
+        self.job = job
         self.counts = counts
 
 
@@ -197,9 +218,9 @@ class Parts:
         for message in self.sent:
             await send(message)
 
-    def record(self, counts: Counts) -> tuple[contextvars.Context, Record]:
+    def record(self, job: Job, counts: Counts) -> tuple[contextvars.Context, Record]:
         counts.completion_tokens += 1
-        return contextvars.copy_context(), Record(counts)
+        return contextvars.copy_context(), Record(job, counts)
 
     async def open_application(self) -> None:
         pass

@@ -22,6 +22,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     cache_salt: str
     """Prompts share prefix-cache blocks only under the same salt."""
+    prompt_tokens: int | None = None
+    """As admitted, over all prompts: the engine must count the same, or it refuses before the first token. None: nobody
+    counted (a warm-up)."""
 
 
 class Counts(msgspec.Struct, kw_only=True):
@@ -93,6 +96,21 @@ class EngineFailure(Exception):
         self.status = status
         self.retryable = retryable
         self.engine_death = engine_death
+
+
+class PromptMiscounted(EngineFailure):
+    """The prompt is not of the length that was admitted and reserved for: a bug, or somebody's way past a limit."""
+
+    def __init__(self, admitted: int, found: int) -> None:
+        super().__init__("internal_error", "The engine counts other prompt tokens than were admitted.", status=500)
+        self.admitted = admitted
+        self.found = found
+
+
+def check_prompt(job: Job, found: int) -> None:
+    """Raises PromptMiscounted unless ``found`` tokens of all prompts are those that were admitted."""
+    if job.prompt_tokens not in (None, found):
+        raise PromptMiscounted(job.prompt_tokens, found)
 
 
 class Engine(Protocol):

@@ -15,7 +15,7 @@ from typing import cast
 from contracts import clock
 from contracts.messages.records import Manifest
 from worker.config import WorkerConfig
-from worker.engines.base import Counts, EngineFailure, EngineStats, Job
+from worker.engines.base import Counts, EngineFailure, EngineStats, Job, check_prompt
 from worker.engines.simulated.answer import ChunkWriter, ParsedJob, parse_job
 from worker.engines.simulated.batch import Action, Batch, EventKind, Sequence, Trigger
 
@@ -64,6 +64,7 @@ class SimulatedEngine:
             request = await asyncio.to_thread(parse_job, job, self.context)
         else:
             request = parse_job(job, self.context)
+        check_prompt(job, sum(request.prompts))
         if request.simulate.submit_delay_ms:
             await asyncio.sleep(request.simulate.submit_delay_ms / 1000)
         batch = self._living_batch()

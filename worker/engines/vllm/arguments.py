@@ -37,6 +37,8 @@ def engine_arguments(config: WorkerConfig, manifest: Manifest) -> list[str]:
         "max_num_seqs": config.vllm_slots,
         "max_model_len": manifest.context,
         "use_tqdm_on_load": False,
+        # Workers fetch nothing for a caller: without a list vLLM takes every domain. Operators name theirs here.
+        "allowed_media_domains": ["none.invalid"],
     }
     if task_of(manifest) == "embed":
         arguments |= {"runner": "pooling", "convert": "embed"}
@@ -67,6 +69,8 @@ def engine_arguments(config: WorkerConfig, manifest: Manifest) -> list[str]:
             line.append(f"--{flag}")
         elif value is False:
             line.append(f"--no-{flag}")
+        elif isinstance(value, list):
+            line += [f"--{flag}", *map(str, value)]
         elif value is not None:
             text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
             line.append(f"--{flag}={text}")

@@ -100,7 +100,7 @@ class VllmEngine:
         parts = self._parts
         if parts is None:
             raise EngineFailure("engine_error", "the engine is not running", retryable=True)
-        context, record = parts.record(counts)
+        context, record = parts.record(job, counts)
         call = AsgiCall(
             parts.application,
             f"/v1/{job.endpoint}",

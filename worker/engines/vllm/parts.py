@@ -28,7 +28,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from contracts import clock
-from worker.engines.base import Counts, EngineFailure, EngineStats
+from worker.engines.base import Counts, EngineFailure, EngineStats, Job, check_prompt
 from worker.engines.vllm.process import run_engine_core
 from worker.engines.vllm.translation import refusal
 
@@ -39,8 +39,11 @@ SHUTDOWN_TIMEOUT_S = 5
 class Record:
     """What the counting wrapper notes of one attempt."""
 
-    def __init__(self, counts: Counts) -> None:
+    def __init__(self, job: Job, counts: Counts) -> None:
+        self.job = job
         self.counts = counts
+        self.prompt_tokens = 0
+        """Of all prompts that the application has handed to the engine."""
         self.failure: EngineFailure | None = None
         """Why the attempt failed, more exact than what vLLM's application says."""
 
@@ -78,14 +81,22 @@ class _Counting:
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **more: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         record = _RECORD.get()
+        record.prompt_tokens += _length(prompt)
         # An answer that is given whole is gathered here from its pieces, so that its tokens are known on the way.
         gather = sampling_params.output_kind == RequestOutputKind.FINAL_ONLY
         if gather:
             sampling_params.output_kind = RequestOutputKind.DELTA
         return _count(self._engine.generate(prompt, sampling_params, request_id, **more), record, gather)
 
-    def encode(self, *given: Any, **more: Any) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
-        return _count_prompt(self._engine.encode(*given, **more), _RECORD.get())
+    def encode(self, prompt: Any, *given: Any, **more: Any) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
+        record = _RECORD.get()
+        record.prompt_tokens += _length(prompt)
+        return _count_prompt(self._engine.encode(prompt, *given, **more), record)
+
+
+def _length(prompt: Any) -> int:
+    """Tokens of a prompt as vLLM's application hands it over: always made into ids by then."""
+    return len(prompt["prompt_token_ids"])
 
 
 async def _count(
@@ -122,9 +133,16 @@ async def _count_prompt(
 
 @asynccontextmanager
 async def _noted_failures(record: Record) -> AsyncIterator[None]:
-    """A client error is what vLLM finds wrong with a request only now, a schema say."""
+    """What fails from here on; a client error is what vLLM finds wrong with a request only now, a schema say.
+
+    The application has handed over all prompts before it reads the first answer, and no engine has seen one yet.
+    """
     try:
+        check_prompt(record.job, record.prompt_tokens)
         yield
+    except EngineFailure as failure:
+        record.failure = failure
+        raise
     except EngineDeadError:
         record.failure = EngineFailure("engine_error", "the engine died", retryable=True, engine_death=True)
         raise
@@ -179,9 +197,9 @@ class Parts:
         gc.collect()
         gc.freeze()
 
-    def record(self, counts: Counts) -> tuple[contextvars.Context, Record]:
+    def record(self, job: Job, counts: Counts) -> tuple[contextvars.Context, Record]:
         """A context for one call of the application, and the record that is written in it."""
-        context, record = contextvars.copy_context(), Record(counts)
+        context, record = contextvars.copy_context(), Record(job, counts)
         context.run(_RECORD.set, record)
         return context, record
 

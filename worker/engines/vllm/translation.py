@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from contracts import template_variables
+from contracts.errors import HeadraceError
 from contracts.messages.base import Endpoint
 from worker.engines.base import EngineFailure, Job
 from worker.engines.vllm.asgi import UnknownForm
@@ -62,6 +64,8 @@ def request_body(job: Job, model: str) -> bytes:
         raise EngineFailure(
             "invalid_request", "only the simulated engine takes this field", param="simulate", status=400
         )
+    if template_variables.FIELD in fields:
+        _check_template_variables(fields[template_variables.FIELD])
     ours: dict[str, Any] = {"model": model}
     if job.endpoint != "embeddings":
         ours["stream"] = job.stream
@@ -70,6 +74,15 @@ def request_body(job: Job, model: str) -> bytes:
     if job.cache_salt:
         ours["cache_salt"] = job.cache_salt
     return msgspec.json.encode(fields | ours)
+
+
+def _check_template_variables(given: msgspec.Raw) -> None:
+    """What the gateway lets through already: on a worker it would be a prompt of any size. Raises EngineFailure."""
+    try:
+        template_variables.check(msgspec.json.decode(given, type=dict[str, Any]))
+    except (HeadraceError, msgspec.MsgspecError, RecursionError) as error:
+        param = template_variables.FIELD
+        raise EngineFailure("invalid_request", "this sets what no caller may", param=param, status=400) from error
 
 
 def checked_answer(body: bytes) -> bytes:
