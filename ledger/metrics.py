@@ -27,3 +27,4 @@ SQL_SECONDS = Histogram(
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
 )
 SQL_ABANDONED = Counter("headrace_ledger_sql_abandoned", "Queries that were ended because their client had left.")
+SQL_REFUSED = Counter("headrace_ledger_sql_refused", "Requests with a wrong SQL password.")

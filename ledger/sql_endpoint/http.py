@@ -7,13 +7,16 @@ ledger's way. What may be asked is decided in policy.py, how it is run in sessio
 import asyncio
 import base64
 import binascii
+import contextlib
+import functools
 import logging
 import socket
 import threading
 import time
 from collections.abc import Iterable
-from typing import ClassVar, cast
+from typing import Any, cast
 
+import h11
 import structlog
 import uvicorn
 from starlette.applications import Starlette
@@ -21,23 +24,30 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ledger import metrics
 from ledger.sql_endpoint import formats
+from ledger.sql_endpoint.connections import Connections
 from ledger.sql_endpoint.formats import Failed, Result
 from ledger.sql_endpoint.policy import QUERY_BYTES_MAX
 from ledger.sql_endpoint.session import Sessions
 
 log = structlog.get_logger(__name__)
 
-CONNECTIONS_MAX = 64
 HEAD_BYTES_MAX = 64 << 10
+"""Of a head, and of the trailers behind a body: a query may stand in the address."""
+STRANGER_BYTES_MAX = HEAD_BYTES_MAX
+STRANGER_S = 10.0
+"""So much is read, and so long is waited, until a request on a connection is authenticated: a head needs far less."""
 IDLE_S = 120.0
-"""A connection without a request, a request that does not come whole, and a reader that takes nothing end then."""
+"""A known connection without a request, a request that does not come whole, a reader that takes nothing end then."""
 BODY_READ_BYTES_MAX = 8 << 20
 """A body that is too long is read up to here, so that its sender reads why; then the connection is closed."""
 REFUSAL_S = 0.3
 """How long a wrong password waits for its answer."""
+REFUSAL_LOG_S = 10.0
+"""Wrong passwords are logged no more often, with the last one's address; all are counted."""
 GRACE_S = 2
 """How long queries that run may take when the endpoint closes, and as long their readers."""
 
@@ -64,11 +74,13 @@ class SqlEndpoint:
             ],
             exception_handlers={Failed: _failure},
         )
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)  # a warning for each malformed request would fill the disk
+        self._log_at_s = 0.0
         self._server = uvicorn.Server(
             uvicorn.Config(
                 application,
-                http=_Protocol,
+                http=cast(Any, functools.partial(_Protocol, places=Connections[_Protocol]())),
+                h11_max_incomplete_event_size=HEAD_BYTES_MAX,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -147,8 +159,18 @@ class SqlEndpoint:
                 user = ""
             user = user if scheme.lower() == "basic" else ""
         if not self._sessions.admits(user, password):
-            await asyncio.sleep(REFUSAL_S)
-            raise Failed(516, "AUTHENTICATION_FAILED", "Authentication failed: user or password is wrong or missing")
+            self._note_refusal(request)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(_disconnected(request), REFUSAL_S)
+            raise _Last(516, "AUTHENTICATION_FAILED", "Authentication failed: user or password is wrong or missing")
+        if not request.state.connection.authenticated():
+            raise _Last(202, "TOO_MANY_SIMULTANEOUS_QUERIES", "too many connections are open, close some")
+
+    def _note_refusal(self, request: Request) -> None:
+        metrics.SQL_REFUSED.inc()
+        if (now := time.monotonic()) >= self._log_at_s:
+            self._log_at_s = now + REFUSAL_LOG_S
+            log.warning("sql_login_failed", address=request.client.host if request.client else "")
 
 
 class _Answer:
@@ -170,8 +192,8 @@ class _Answer:
         await send({"type": "http.response.body"})
 
 
-class _Incomplete(Failed):
-    """The request's body was not read to its end."""
+class _Last(Failed):
+    """After this answer the connection is closed: its caller is a stranger, or the rest of a body was not read."""
 
 
 def _pong(_request: Request) -> Response:
@@ -184,7 +206,7 @@ async def _failure(request: Request, error: Exception) -> Response:
     status, headers = formats.STATUS.get(error.code, 500), {"X-ClickHouse-Exception-Code": str(error.code), **_HEADERS}
     if error.code == 516 and "Authorization" not in request.headers:
         status, headers["WWW-Authenticate"] = 401, 'Basic realm="headrace"'
-    if isinstance(error, _Incomplete):
+    if isinstance(error, _Last):
         headers["Connection"] = "close"
     return PlainTextResponse(f"{error}\n", status, headers)
 
@@ -201,9 +223,9 @@ async def _body(request: Request) -> bytes:
                 elif size > BODY_READ_BYTES_MAX:
                     break
     except TimeoutError as error:
-        raise _Incomplete(159, "TIMEOUT_EXCEEDED", "the query did not come in time") from error
+        raise _Last(159, "TIMEOUT_EXCEEDED", "the query did not come in time") from error
     if size > QUERY_BYTES_MAX:
-        raise _Incomplete(62, "SYNTAX_ERROR", "the query is too long")
+        raise _Last(62, "SYNTAX_ERROR", "the query is too long")
     return bytes(data)
 
 
@@ -212,50 +234,73 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-class _Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 with bounds on connections, and on the bytes and the time of a request's head.
+class _Protocol(H11Protocol):
+    """uvicorn's HTTP/1.1 with bounds on the connections, bytes and time of whoever is not authenticated.
 
-    Only callbacks of asyncio and of the parser are overridden, nothing of uvicorn's own.
+    h11 bounds heads and trailers, and leaves as bytes what waits behind a request. A stranger's connection is read up
+    to STRANGER_BYTES_MAX and ends after STRANGER_S. Only callbacks of asyncio are overridden, nothing of uvicorn's own.
     """
 
-    _connections: ClassVar[int] = 0
-    _head_timer: asyncio.TimerHandle | None = None
-    """Set while a head is awaited: from the connection on, then from each further head's first byte on."""
-    _head_bytes = 0
+    def __init__(self, *arguments: Any, places: Connections["_Protocol"], **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.app_state = {**self.app_state, "connection": self}
+        self._places = places
+        self._stranger = True
+        self._read_bytes = 0
+        self._kept = b""
+        """What a stranger sent beyond its bound; read when it is authenticated."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def authenticated(self) -> bool:
+        """The present request is; whether there is a place for it."""
+        if not self._places.authenticated(self):
+            return False
+        if self._stranger:
+            self._stranger = False
+            self._stop_timer()
+            kept, self._kept = self._kept, b""
+            if kept:
+                self.data_received(kept)
+                if not self.flow.read_paused:
+                    self.transport.resume_reading()
+        return True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
-        self._peer = transport
-        _Protocol._connections += 1
-        if _Protocol._connections > CONNECTIONS_MAX:
-            transport.abort()
-        self._await_head()
+        self._timer = self.loop.call_later(STRANGER_S, transport.abort)
+        other = self._places.opened(self, self.client[0] if self.client else "")
+        if other is not None:
+            other.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        _Protocol._connections -= 1
-        self._head_came()
+        self._places.closed(self)
+        self._stop_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._head_bytes += len(data)
-        super().data_received(data)
-        if self._head_timer is not None and self._head_bytes > HEAD_BYTES_MAX:
-            self._peer.close()
+        if self._stranger:
+            if self._kept:
+                self.transport.abort()
+                return
+            room = STRANGER_BYTES_MAX - self._read_bytes
+            data, self._kept = data[:room], data[room:]
+            self._read_bytes += len(data)
+            if self._kept:
+                self.transport.pause_reading()
+        if data:
+            super().data_received(data)
+        if not self._stranger:
+            self._watch_head()
 
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._await_head()
+    def _watch_head(self) -> None:
+        """A head that has begun comes within IDLE_S."""
+        begun = self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]
+        if not begun:
+            self._stop_timer()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(IDLE_S, self.transport.close)
 
-    def on_headers_complete(self) -> None:
-        self._head_came()
-        super().on_headers_complete()
-
-    def _await_head(self) -> None:
-        if self._head_timer is None:
-            self._head_bytes = 0
-            self._head_timer = asyncio.get_running_loop().call_later(IDLE_S, self._peer.close)
-
-    def _head_came(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

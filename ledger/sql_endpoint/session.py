@@ -38,6 +38,7 @@ class Sessions:
         self._database = database
         self._user, self._password = user.encode(), password.encode()
         self._functions = frozenset[str]()
+        self._databases = frozenset[str]()
         self._places = ThreadPoolExecutor(QUERIES_MAX, thread_name_prefix="sql")
         self._killer = ThreadPoolExecutor(1, thread_name_prefix="sql-kill")
         self._running: dict[str, Future[Result]] = {}
@@ -45,9 +46,11 @@ class Sessions:
         self._closing = False
 
     def open(self) -> None:
-        """Ask the engine which functions it has; raises Failed."""
-        names = self._perform(policy.FUNCTION_NAMES, "TabSeparated", {})
-        self._functions = frozenset(names.data.decode().split())
+        """Ask the engine which functions and databases it has; raises Failed."""
+        self._functions, self._databases = (
+            frozenset(self._perform(names, "TabSeparated", {}).data.decode().split())
+            for names in (policy.FUNCTION_NAMES, policy.DATABASE_NAMES)
+        )
 
     def close(self, grace_s: float) -> None:
         """Refuse what waits and what comes, give the others ``grace_s``, then end them. No query runs afterwards."""
@@ -99,7 +102,7 @@ class Sessions:
             printed = self._perform("SELECT formatQuerySingleLine({statement:String})", "TSVRaw", text)
             statement = printed.data.decode().rstrip("\n")
             try:
-                policy.check(statement, self._functions)
+                policy.check(statement, self._functions, self._databases)
             except policy.Forbidden as error:
                 raise Failed(164, "READONLY", str(error)) from error
             kind = policy.format_of(statement, parameters.get("default_format") or "TabSeparated")

@@ -1,6 +1,7 @@
 """The read-only SQL endpoint over the real engine: what passes, what does not, and that nothing leaves the database."""
 
 import asyncio
+import contextlib
 import gzip
 import http.client
 import json
@@ -19,7 +20,8 @@ import pytest
 
 from ledger.sql_endpoint import http as sql_http
 from ledger.sql_endpoint import policy
-from ledger.sql_endpoint.http import CONNECTIONS_MAX, HEAD_BYTES_MAX, SqlEndpoint
+from ledger.sql_endpoint.connections import STRANGERS_PER_ADDRESS_MAX
+from ledger.sql_endpoint.http import STRANGER_BYTES_MAX, SqlEndpoint
 from ledger.sql_endpoint.policy import QUERY_BYTES_MAX
 from ledger.sql_endpoint.session import QUERIES_MAX, Sessions
 from ledger.store import Store
@@ -229,6 +231,43 @@ OUTSIDE = [
     "SELECT * FROM merge('system', 'stack_trace')",
     "SELECT * FROM loop(numbers(1))",
     "SELECT aiGenerate('x')",
+    "EXISTS TABLE default.`{path}`",
+    "EXISTS TABLE default.`{path}.none`",
+    "EXISTS default.`{path}`",
+    "EXISTS VIEW `default`.`{path}`",
+    "EXISTS DICTIONARY default.`{path}`",
+    "EXISTS DICTIONARY a",
+    "DESCRIBE default.`{path}`",
+    "DESCRIBE TABLE default.`{path}.none`",
+    "DESCRIBE file('{path}')",
+    "DESCRIBE (SELECT * FROM default.`{path}`)",
+    "EXPLAIN SELECT * FROM default.`{path}.none`",
+    "EXPLAIN AST SELECT * FROM default.`{path}.none`",
+    "SHOW CREATE TABLE default.`{path}`",
+    "SHOW CREATE DATABASE default",
+    "SHOW CREATE USER default",
+    "SHOW TABLES FROM default",
+    "SHOW COLUMNS FROM `{path}` FROM default",
+    "SHOW INDEX FROM `{path}` FROM default",
+    "SHOW GRANTS",
+    "SHOW ACCESS",
+    "SHOW DICTIONARIES",
+    "SHOW CLUSTERS",
+    "SHOW ENGINES",
+    "SELECT * FROM default.`{path}`",
+    "SELECT * FROM default.`{path}.none`",
+    "SELECT 1 IN default.`{path}`",
+    "SELECT * FROM attempts AS a JOIN default.`{path}` AS b ON 1",
+    "SELECT hasColumnInTable('default', '{path}.none', 'a')",
+    "SELECT joinGet('default.{path}', 'a', 1)",
+    "SELECT dictGet('{path}', 'a', 1)",
+    "SELECT * FROM dictionary('a')",
+    "SELECT regionToName(1)",
+    "SELECT evalMLMethod(1)",
+    "SELECT naiveBayesClassifier('a', 'b')",
+    "SELECT hostname(), FQDN(), serverUUID(), getServerSetting('path'), getMacro('a'), tcpPort()",
+    "SELECT * FROM system.query_log",
+    "SELECT * FROM system.users",
     "SELECT 1 INTO OUTFILE '{path}.out'",
     "SELECT 1 INTO/**/OUTFILE '{path}.out' TRUNCATE",
     "EXPLAIN SELECT 1 INTO OUTFILE '{path}.out'",
@@ -433,27 +472,135 @@ def cut_off(connection: socket.socket) -> bool:
         return True
 
 
-def test_connections_and_heads_are_bounded(endpoint: SqlEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What never asks, and what asks with a head that has no end, is cut off; so are connections beyond the bound."""
-    monkeypatch.setattr(sql_http, "IDLE_S", 1.0)
-    address = endpoint.address
-    silent, endless = (connected(address) for _ in range(2))
-    endless.sendall(b"GET /ping HTTP/1.1\r\n")
-    for connection in (silent, endless):
-        assert cut_off(connection)
-        connection.close()
-    with connected(address) as large:
-        large.sendall(b"GET /ping HTTP/1.1\r\nx: " + b"a" * (HEAD_BYTES_MAX // 2))
-        time.sleep(0.1)
-        large.sendall(b"a" * HEAD_BYTES_MAX)
-        assert cut_off(large)
-    monkeypatch.undo()
-    many = [connected(address) for _ in range(CONNECTIONS_MAX + 8)]
+CHUNKED = b"POST /?query=SELECT HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+PING = b"GET /ping HTTP/1.1\r\nHost: a\r\n\r\n"
+WRONG = b"GET /?query=SELECT HTTP/1.1\r\nHost: a\r\n\r\n"
+RIGHT = b"GET /?query=SELECT+1&user=ann&password=secret HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "more"),
+    [
+        (CHUNKED, b"10000\r\n" + b"a" * 65536 + b"\r\n"),
+        (CHUNKED, b"1\r\na\r\n" * 10_000),
+        (CHUNKED + b"0\r\n", b"x: " + b"a" * 60 + b"\r\n"),
+        (b"", PING * 1000),
+        (b"", WRONG * 1000),
+        (PING.replace(b"GET", b"POST")[:-2] + b"Content-Length: 999999999\r\n\r\n", b"a" * 65536),
+        (b"GET /ping HTTP/1.1\r\n", b"x: " + b"a" * 65536),
+        (b"GET /ping HTTP/1.1\r\n", b"a:b\r\n" * 1000),
+        (b"GET /", b"a" * 65536),
+    ],
+    ids=["chunks", "one-byte chunks", "trailers", "pings", "strangers", "body", "header", "headers", "address"],
+)
+def test_little_is_read_of_a_stranger(
+    endpoint: SqlEndpoint, monkeypatch: pytest.MonkeyPatch, head: bytes, more: bytes
+) -> None:
+    """Whatever it sends, and as fast as it can."""
+    monkeypatch.setattr(sql_http, "STRANGER_S", 1.0)
+    with connected(endpoint.address) as connection:
+        connection.sendall(head)
+        sent = 0
+        with pytest.raises(OSError):  # noqa: PT012 (it may end at any of these)
+            while sent < 64 << 20:
+                connection.sendall(more)
+                sent += len(more)
+                protocol = endpoint_protocol(endpoint, connection)
+                assert protocol is None or protocol._read_bytes <= STRANGER_BYTES_MAX
+                assert protocol is None or len(protocol._kept) <= 1 << 20
+
+
+def endpoint_protocol(endpoint: SqlEndpoint, connection: socket.socket) -> Any:
+    """The server's side of it; None when it is closed."""
+    own = connection.getsockname()
+    return next((each for each in protocols(endpoint) if each.client == own), None)
+
+
+def protocols(endpoint: SqlEndpoint) -> list[Any]:
+    """Of the open connections."""
+    return list(endpoint._server.server_state.connections)
+
+
+@pytest.mark.parametrize(
+    "size", [b"-5", b"-0", b"+5", b"0x5", b"5_0", b" 5", b"fffffffffffffffff", b"", b"5;a=" + b"b" * 70_000]
+)
+def test_a_size_that_is_none_ends_the_connection(endpoint: SqlEndpoint, size: bytes) -> None:
+    with connected(endpoint.address) as connection:
+        connection.sendall(CHUNKED + size + b"\r\n" + b"a" * 100)
+        assert b"200 OK" not in everything(connection)
+
+
+def everything(connection: socket.socket) -> bytes:
+    data = b""
     try:
-        assert all(cut_off(connection) for connection in many[-8:])
-    finally:
-        for connection in many:
-            connection.close()
+        while piece := connection.recv(65536):
+            data += piece
+    except ConnectionResetError:
+        pass
+    return data
+
+
+def test_who_is_silent_keeps_nobody_out(endpoint: SqlEndpoint) -> None:
+    """Also not who asks with a wrong password, or takes no answers; all from the same address as the analyst."""
+    silent = [connected(endpoint.address) for _ in range(200)]
+    for number, connection in enumerate(silent):
+        with contextlib.suppress(OSError):
+            connection.sendall((b"", WRONG, PING * 500, b"GET /")[number % 4])
+    with connected(endpoint.address) as known:
+        known.sendall(RIGHT)
+        assert b"200 OK" in known.recv(4096)
+        silent += [connected(endpoint.address) for _ in range(200)]
+        known.sendall(RIGHT)
+        assert b"200 OK" in known.recv(4096)
+    wait_until(
+        lambda: sum(each._stranger for each in protocols(endpoint)) <= STRANGERS_PER_ADDRESS_MAX, "the others' end"
+    )
+    for connection in silent:
+        connection.close()
+
+
+def test_a_stranger_has_little_time(endpoint: SqlEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sql_http, "STRANGER_S", 1.0)
+    many = [connected(endpoint.address) for _ in range(3)]
+    many[1].sendall(b"GET /ping HTTP/1.1\r\n")
+    many[2].sendall(PING)
+    assert b"Ok." in many[2].recv(4096)
+    assert all(cut_off(connection) for connection in many)
+    for connection in many:
+        connection.close()
+
+
+def test_a_known_connection_may_rest_but_not_begin_and_stop(
+    endpoint: SqlEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sql_http, "STRANGER_S", 0.2)
+    with connected(endpoint.address) as known:
+        known.sendall(RIGHT)
+        assert b"200 OK" in known.recv(4096)
+        time.sleep(0.5)
+        known.sendall(RIGHT)
+        assert b"200 OK" in known.recv(4096)
+        monkeypatch.setattr(sql_http, "IDLE_S", 0.2)
+        known.sendall(RIGHT[:10])
+        assert cut_off(known)
+
+
+def test_a_query_beyond_a_strangers_bound_is_read_once_it_is_known(endpoint: SqlEndpoint) -> None:
+    """Head and body come in one write."""
+    query = b"SELECT 1 -- " + b"a" * (QUERY_BYTES_MAX - 100)
+    head = b"POST /?user=ann&password=secret HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(query)
+    for _ in range(5):
+        with connected(endpoint.address) as connection:
+            connection.sendall(head + query)
+            assert everything(connection).endswith(b"\r\n\r\n1\n")
+
+
+def test_wrong_passwords_are_counted(endpoint: SqlEndpoint) -> None:
+    before = metric("headrace_ledger_sql_refused_total")
+    with connected(endpoint.address) as connection:
+        connection.sendall(WRONG)
+        assert b"connection: close" in everything(connection).lower()
+    assert metric("headrace_ledger_sql_refused_total") == before + 1
 
 
 def test_many_may_ask_at_once_and_sessions_are_apart(endpoint: SqlEndpoint, http_client: httpx.Client) -> None:
@@ -483,8 +630,8 @@ def test_clickhouse_connect_reads_types_names_and_frames(endpoint: SqlEndpoint) 
 
 
 def test_sql_is_judged_as_the_engine_prints_it() -> None:
-    functions = frozenset({"url", "numbers"})
-    policy.check("SELECT 'url(' AS a, `b` FROM numbers(1)", functions)
+    functions, databases = frozenset({"url"}), frozenset({"default", "system"})
+    policy.check("SELECT 'url(' AS a, `b` FROM numbers(1)", functions, databases)
     for text in (
         "SELECT url(1)",
         "SELECT a.URL(1)",
@@ -494,6 +641,6 @@ def test_sql_is_judged_as_the_engine_prints_it() -> None:
         "SELECT {a:Identifier}",
     ):
         with pytest.raises(policy.Forbidden):
-            policy.check(text, functions)
+            policy.check(text, functions, databases)
     assert policy.format_of("SELECT 1 FORMAT CSV SETTINGS a = 1", "Native") == "CSV"
     assert policy.format_of("SELECT ' FORMAT CSV'", "Native") == "Native"
