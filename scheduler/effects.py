@@ -36,6 +36,13 @@ CONTROL_TIMEOUT_S = 2.0
 """How long a worker's answer to an order is awaited; what counts is repeated by the core."""
 
 
+def work_id(item: WorkItem) -> str:
+    """Message id in WORK. With the epoch: what a deposed owner's late dispatch stores must not pass for ours."""
+    epoch = item.epoch
+    parts = item.request.request_id, item.attempt, item.worker, epoch.bucket_created_ns, epoch.revision
+    return ".".join(map(str, parts))
+
+
 class BodyCache:
     """Messages of REQUESTS with their bodies, by sequence, as far as ``bytes_max`` goes; others are read again."""
 
@@ -149,9 +156,7 @@ class Effects:
         )
         try:
             stored = await self._bus.jetstream.store(
-                subjects.work(self._core.model, effect.version, effect.worker),
-                _encode(item),
-                msg_id=f"{effect.request_id}.{effect.attempt}.{effect.worker}",
+                subjects.work(self._core.model, effect.version, effect.worker), _encode(item), msg_id=work_id(item)
             )
         except BusError as error:
             log.warning("work_not_stored", request_id=effect.request_id, attempt=effect.attempt, reason=str(error))

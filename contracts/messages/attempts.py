@@ -8,6 +8,7 @@ from contracts.messages.request import RequestEnvelope
 
 ENGINE_DEATHS_MAX = 2
 """So many attempts of a request that end by the death of their engine or worker, and it is quarantined."""
+_GIVEN_BACK = frozenset(("shutting_down", "unavailable"))
 
 
 class AttemptEvent(RequestFacts, frozen=True, kw_only=True):
@@ -43,6 +44,13 @@ class AttemptEvent(RequestFacts, frozen=True, kw_only=True):
     first_token_at_ms: int = 0
     ended_at_ms: int = 0
     client_request_id: str = ""
+
+    @property
+    def given_back(self) -> bool:
+        """The worker would not run it, through no fault of the request: it drains, or has no engine, or another
+        tokenizer.
+        """
+        return self.outcome == "failed" and self.retryable and self.error_code in _GIVEN_BACK
 
     @property
     def end(self) -> EndData:

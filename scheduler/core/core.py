@@ -8,6 +8,7 @@ for an end by StoreTerminal and acts on the winner only.
 import heapq
 from collections.abc import Callable
 
+from contracts import subjects
 from contracts.errors import HeadraceError
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.attempts import AttemptEvent
@@ -199,7 +200,7 @@ class Core(Lifecycle):
         """An end that was stored while the request waits here."""
         if outcomes.is_void(event):
             request.attempt = event.attempt
-            outcomes.count(request, event)
+            outcomes.count(request, event, self.pool.beats)
             if outcomes.may_retry(request, event):
                 return
         self.leave_queue(request)
@@ -268,8 +269,9 @@ class Core(Lifecycle):
             self._stream_owner_lost(event.beat.stream_owner)
 
     def _stream_owner_lost(self, owner: str) -> None:
+        reason = "gateway_lost" if subjects.is_gateway(owner) else "stream_owner_lost"
         for request_id in self.stream_owners.leave(owner):
-            self.cancel(self.requests[request_id], "stream_owner_lost")
+            self.cancel(self.requests[request_id], reason)
 
     def _loopback_seen(self, event: events.LoopbackSeen) -> None:
         self.pool.beats += 1

@@ -252,7 +252,7 @@ class Lifecycle:
             self.do(events.SendControl(request.worker, self._cancel_order(request)))
         self._release(request, served=outcomes.served(event), died=event.engine_death)
         if outcomes.is_void(event):
-            outcomes.count(request, event)
+            outcomes.count(request, event, self.pool.beats)
             if request.cancel_reason:
                 self._retry(request)
                 self.end_waiting(request, "cancelled", "cancelled", cancelled(request))
@@ -346,7 +346,7 @@ class Lifecycle:
             epoch=self.epoch,
             request_id=request.id,
             attempt=request.attempt,
-            reason=request.cancel_reason or "withdrawn",
+            reason=request.cancel_reason or "worker_lost",
         )
 
 

@@ -42,11 +42,15 @@ def may_retry(request: Request, event: AttemptEvent) -> bool:
     )
 
 
-def count(request: Request, event: AttemptEvent) -> None:
-    """Count the void ``event``.
+def count(request: Request, event: AttemptEvent, beats: int) -> None:
+    """Count the void ``event``; ``beats``: loopback heartbeats so far.
 
-    An attempt that no worker ever had does not count, nor one whose death is attributed to another request.
+    An attempt that no worker ever had does not count, nor one that its worker gave back, nor one whose death is
+    attributed to another request.
     """
+    if event.given_back:
+        request.given_back[event.worker] = beats
+        return
     if (event.reporter == "worker" or event.engine_death) and not (event.engine_death and request.exonerated):
         request.counted += 1
         request.deaths += event.engine_death

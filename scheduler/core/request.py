@@ -27,6 +27,7 @@ class Request:
         "dispatched_at_ms",
         "envelope",
         "exonerated",
+        "given_back",
         "history",
         "progress",
         "request_seq",
@@ -46,7 +47,9 @@ class Request:
         self.attempt = 0
         """Number of the last attempt that was dispatched; 0 before the first."""
         self.counted = 0
-        """Attempts that a worker had in flight and that ended without a result."""
+        """Attempts that a worker had in flight and that ended without a result, through no wish of the worker's."""
+        self.given_back: dict[str, int] = {}
+        """Worker that gave an attempt back -> number of loopback heartbeats then."""
         self.deaths = 0
         """Attempts that ended by the death of their engine or worker; above 0 the request is a poison candidate."""
         self.worker = ""

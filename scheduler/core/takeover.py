@@ -110,4 +110,4 @@ class Takeover:
         request.counted = request.deaths = 0
         for number, event in self._voids.get(request.id, {}).items():
             if number < attempt:
-                outcomes.count(request, event)
+                outcomes.count(request, event, self._life.pool.beats)

@@ -167,12 +167,10 @@ class WorkerPool:
 
     def place(self, request: Request) -> Worker | None:
         """The least loaded worker that can take the request now, or None."""
-        choices, tokens, version = request.envelope.choices, request.cost.total, request.envelope.version
+        choices, tokens = request.envelope.choices, request.cost.total
         best: Worker | None = None
         best_load = 0.0
-        for worker in self.workers.values():
-            if not self.usable(worker) or (version and worker.beat.version != version):
-                continue
+        for worker in self._willing(request):
             if self._reserved_for.get(worker.beat.worker, request.id) != request.id:
                 continue
             if request.deaths and worker.poison_candidates:
@@ -188,6 +186,15 @@ class WorkerPool:
             if best is None or load < best_load:
                 best, best_load = worker, load
         return best
+
+    def _willing(self, request: Request) -> list[Worker]:
+        """Those that may run it. One that gave it back only when there is no other, and once it was heard since."""
+        version = request.envelope.version
+        able = [w for w in self.workers.values() if self.usable(w) and (not version or w.beat.version == version)]
+        if not (given_back := request.given_back):
+            return able
+        others = [worker for worker in able if worker.beat.worker not in given_back]
+        return others or [worker for worker in able if worker.heard_at_beat > given_back[worker.beat.worker]]
 
     def assign(self, worker: Worker, request: Request) -> None:
         """Take up room for the request's attempt."""

@@ -121,6 +121,8 @@ class _Walk:
                 self.shape.append(min(LOST_TICKS + 1, self._beats - inner))
             elif name == "acknowledged_at_beat":
                 self.shape.append(min(2 * LOST_TICKS + 1, self._beats - inner))
+            elif name == "given_back":
+                self.shape.append(tuple(sorted((k, min(LOST_TICKS + 1, self._beats - t)) for k, t in inner.items())))
             elif name == "evicted":
                 self.shape.append(tuple(sorted(inner)))
             elif name == "_heard":

@@ -60,6 +60,7 @@ def _of_schedulers(world: "World", slots: list[int], *, moved: bool) -> Iterator
             if effect[0] == "work" and schedulers.item_of(world, slot, effect) and world.held(sched):
                 for how in ("stored", "stored late"):
                     yield "work unconfirmed", slot, effect, how
+                yield "work stored late", slot, effect
             elif effect[0] == "end" and world.held(sched):
                 yield "end stored late", slot, effect
         if any(request[0] in world.consumed for request in world.requests):
@@ -104,15 +105,13 @@ def _harm(name: str, arguments: tuple[object, ...]) -> int:
     """What it may cost: 0 no request, 1 the attempts of one worker, 2 the requests themselves."""
     if name in ("crash", "freeze"):
         return {"s": 0, "w": 1, "g": 2}[str(arguments[0])[0]]
-    return {"engine dies": 1, "drain": 1, "work unconfirmed": 1, "engine refuses": 2, "publish unconfirmed": 2}.get(
-        name, 0
-    )
+    return {"engine dies": 1, "work unconfirmed": 1, "engine refuses": 2, "publish unconfirmed": 2}.get(name, 0)
 
 
 def _fault(name: str, step: Callable[..., None]) -> Callable[..., None]:
     def counted(world: "World", *arguments: object) -> None:
         world.faults -= 1
-        world.harm = min(2, world.harm + _harm(name, arguments))
+        world.harm = min(2, max(world.harm, 1) if name == "drain" else world.harm + _harm(name, arguments))
         step(world, *arguments)
 
     return counted
@@ -200,6 +199,12 @@ def _work_unconfirmed(world: "World", slot: int, effect: Op, how: str) -> None:
     schedulers.feed(world, slot, ("work_refused", rid, attempt, False))
 
 
+def _work_stored_late(world: "World", slot: int, effect: Op) -> None:
+    """A copy is on its way; the task tries again, if its process lives."""
+    item = schedulers.item_of(world, slot, effect)
+    world.late = (*world.late, (world.now, ("store work", *effect[1:4], item)))
+
+
 def _end_stored_late(world: "World", slot: int, effect: Op) -> None:
     """A copy is on its way; the task tries again."""
     world.late = (*world.late, (world.now, ("store end", *effect[1:])))
@@ -245,6 +250,7 @@ _FAULTS: dict[str, Callable[..., None]] = {
     "double": _double,
     "publish unconfirmed": _publish_unconfirmed,
     "work unconfirmed": _work_unconfirmed,
+    "work stored late": _work_stored_late,
     "end stored late": _end_stored_late,
     "event stored late": _event_stored_late,
     "lose ack": workers.remove,

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from contracts import subjects
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.control import CancelAnswer, CancelRequest
 from contracts.messages.frames import EndData
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 ASKS_MAX = 8
 """Ticks for which admission is asked for."""
 CANCELS_MAX = 30
+STREAM_OWNER = subjects.gateway_stream_owner("g")
 
 _admission = msgspec.json.Decoder(AdmissionAnswer)
 _cancelled = msgspec.json.Decoder(CancelAnswer)
@@ -93,7 +95,7 @@ def _ask(world: "World", rid: str) -> None:
             max_output_tokens=3,
             stream=find(world, rid).stream,
             deadline_ms=20 * TICK_MS,
-            stream_owner="g",
+            stream_owner=STREAM_OWNER,
         )
     )
     schedulers.ask_all(world, "ask", rid, data)
@@ -119,7 +121,7 @@ def envelope_of(world: "World", rid: str) -> bytes:
             publish_by_ms=answer.publish_by_ms,
             deadline_at_ms=answer.deadline_at_ms,
             reply=Reply(subject="reply.v1._gw.g", stream=rid),
-            stream_owner="g",
+            stream_owner=STREAM_OWNER,
         )
     )
 

@@ -8,6 +8,7 @@ from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Outcome
 from contracts.messages.control import StatusAnswer
 from contracts.messages.frames import ErrorData
+from contracts.messages.request import WorkItem
 from contracts.streaming.relay import Effects, Relay
 from scheduler.core import events, outcomes
 from scheduler.core.core import Core
@@ -123,6 +124,26 @@ class HastyCore(Core):
         if request is not None and self.awaits_work(_stored(event)):
             self.do(events.SendControl(request.worker, self._cancel_order(request)))
         super()._work_refused(event)
+
+
+class BillingWorker(WorkerCore):
+    """Takes every cancel for its caller's."""
+
+    def _cancel(self, key: Key, asker: Any, reason: str) -> None:
+        super()._cancel(key, asker, "client_cancelled")
+
+
+class CountingCore(Core):
+    """Takes what a worker gave back for an attempt."""
+
+    def decide(self, request: Request, event: AttemptEvent) -> None:
+        request.counted += event.given_back
+        super().decide(request, event)
+
+
+def work_id_without_epoch(item: WorkItem) -> str:
+    """A deposed owner's dispatch of the same attempt to the same worker passes for the owner's."""
+    return f"{item.request.request_id}.{item.attempt}.{item.worker}"
 
 
 def _stored(event: events.WorkRefused) -> events.StoreWork:

@@ -29,6 +29,7 @@ from contracts.streaming.relay import AskFrames, AskStatus, Finish, Forward, Rel
 from scheduler.core import events, views
 from scheduler.core.core import Core
 from scheduler.core.settings import Settings
+from scheduler.effects import work_id
 from tests.explore.canonical import form, near
 from tests.explore.records import LOST_TICKS, TICK_MS, Op, Violation
 from tests.support.token_ledger import TokenLedger
@@ -154,8 +155,14 @@ class Parts:
     """The three automata; mutants take the place of the production cores."""
 
     def __init__(
-        self, *, core: type[Core] = Core, worker: type[WorkerCore] = WorkerCore, relay: type[Relay] = Relay
+        self,
+        *,
+        core: type[Core] = Core,
+        worker: type[WorkerCore] = WorkerCore,
+        relay: type[Relay] = Relay,
+        work_id: Callable[[WorkItem], str] = work_id,
     ) -> None:
+        self.work_id = work_id
         self.limited = False
         self._core = core
         self._worker = worker

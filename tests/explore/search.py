@@ -157,6 +157,8 @@ class Search:
         for depth, nodes in enumerate(before):
             for number, world, earlier in nodes:
                 for action in faults(world, earlier):
+                    if self._scenario.only and action[0] not in self._scenario.only:
+                        continue
                     after = self._add(number, world, action)
                     if after is not None:
                         struck[depth + 1].append(Blow(after.number, world, action))

@@ -37,27 +37,38 @@ def test_no_history_within_the_time_breaks_a_rule(capsys: pytest.CaptureFixture[
             print(f"\n  explored: {level}", end="")
 
 
-@pytest.mark.parametrize(
-    ("parts", "scenario", "rules"),
-    [
-        (Parts(worker=mutants.RepeatingWorker), STREAM, ["a worker starts an attempt once"]),
-        (Parts(worker=mutants.DeafWorker), STREAM, ["a confirmed cancel holds"]),
-        (Parts(relay=mutants.FencelessRelay), STREAM, ["attempts are never concatenated"]),
-        (Parts(core=mutants.StubbornCore), STREAM, ["no retry after tokens"]),
-        (Parts(core=mutants.ForgetfulCore), ANSWER, ["what was stored is not forgotten", "no request fails in vain"]),
-        (Parts(core=mutants.HastyCore), STREAM, ["no request fails in vain"]),
-        (Parts(core=mutants.ImpatientCore), STREAM, ["an attempt ends before the next", "nothing follows an end"]),
-        (Parts(core=mutants.AmnesiacCore), POISON, ["a second death quarantines"]),
-        (Parts(core=mutants.TwiceRefundingCore), LIMITED, ["token buckets hold what the rules say"]),
-        (Parts(relay=mutants.SilentRelay), STREAM, ["no request fails in vain"]),
-        (Parts(relay=mutants.SilentRelay), ANSWER, ["no request fails in vain"]),
-    ],
-    ids=[
-        *("repeating", "deaf", "fenceless", "stubborn", "forgetful", "hasty", "impatient"),
-        *("amnesiac", "refunding twice", "silent on a stream", "silent on an answer"),
-    ],
-)
-def test_a_broken_core_is_found(parts: Parts, scenario: Scenario, rules: list[str]) -> None:
+LATE_WORK = Scenario("late work", (False,), leaves=0, only=("crash", "work stored late"))
+DRAINS = Scenario("drains", (True,), leaves=0, only=("drain",))
+
+BROKEN: dict[str, tuple[Parts, Scenario, set[str]]] = {
+    "repeating": (Parts(worker=mutants.RepeatingWorker), STREAM, {"a worker starts an attempt once"}),
+    "deaf": (Parts(worker=mutants.DeafWorker), STREAM, {"a confirmed cancel holds"}),
+    "fenceless": (Parts(relay=mutants.FencelessRelay), STREAM, {"attempts are never concatenated"}),
+    "stubborn": (Parts(core=mutants.StubbornCore), STREAM, {"no retry after tokens"}),
+    "forgetful": (
+        Parts(core=mutants.ForgetfulCore),
+        ANSWER,
+        {"what was stored is not forgotten", "no request fails in vain"},
+    ),
+    "hasty": (Parts(core=mutants.HastyCore), STREAM, {"no request fails in vain"}),
+    "impatient": (
+        Parts(core=mutants.ImpatientCore),
+        STREAM,
+        {"an attempt ends before the next", "nothing follows an end"},
+    ),
+    "amnesiac": (Parts(core=mutants.AmnesiacCore), POISON, {"a second death quarantines"}),
+    "refunding twice": (Parts(core=mutants.TwiceRefundingCore), LIMITED, {"token buckets hold what the rules say"}),
+    "silent on a stream": (Parts(relay=mutants.SilentRelay), STREAM, {"no request fails in vain"}),
+    "silent on an answer": (Parts(relay=mutants.SilentRelay), ANSWER, {"no request fails in vain"}),
+    "billing": (Parts(worker=mutants.BillingWorker), STREAM, {"nobody pays for our failures"}),
+    "counting": (Parts(core=mutants.CountingCore), DRAINS, {"no request fails in vain"}),
+    "epochless": (Parts(work_id=mutants.work_id_without_epoch), LATE_WORK, {"what is dispatched reaches its worker"}),
+}
+"""A broken part, the scenario in which it is found, and the rules that it breaks."""
+
+
+@pytest.mark.parametrize(("parts", "scenario", "rules"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_core_is_found(parts: Parts, scenario: Scenario, rules: set[str]) -> None:
     with pytest.raises(Found) as found:
         for _ in Search(parts, scenario).run(time.monotonic() + MUTANT_S):
             pass

@@ -100,7 +100,7 @@ class Streams:
             item = ITEM.decode(data)
             rid = item.request.request_id
             assert subject == subjects.work("m", item.version, item.worker)
-            assert msg_id == f"{rid}.{item.attempt}.{item.worker}"
+            assert msg_id == real_effects.work_id(item)
             return Stored(world.store_work(rid, item.attempt, item.worker, data), False)
         event = EVENT.decode(data)
         assert subject == subjects.attempt("m", event.request_id, event.attempt) and expect_last == 0

@@ -32,7 +32,7 @@ from tests.explore.records import (
 )
 
 DEATHS_MAX = 2
-STREAM_OWNER_BEAT = encode(StreamOwnerHeartbeat(stream_owner="g"))
+STREAM_OWNER_BEAT = encode(StreamOwnerHeartbeat(stream_owner=gateway.STREAM_OWNER))
 
 
 class World:
@@ -132,10 +132,11 @@ class World:
 
     def store_work(self, rid: str, attempt: int, worker: str, data: bytes) -> int:
         """The sequence under which WORK holds the item, or held it when the message id came twice."""
-        seq = self._take_id(f"{rid}.{attempt}.{worker}")
+        item = ITEM.decode(data)
+        seq = self._take_id(self.parts.work_id(item))
         if seq is not None:
             return seq
-        self._check_dispatch(rid, attempt, ITEM.decode(data).request.stream)
+        self._check_dispatch(rid, attempt, item.request.stream)
         self.work = (*self.work, (self.seq, worker, data))
         return self.seq
 
@@ -166,6 +167,8 @@ class World:
                 ours, theirs = EVENT.decode(data), EVENT.decode(stored)
                 return (ours.reporter, ours.worker, ours.outcome) == (theirs.reporter, theirs.worker, theirs.outcome)
         self.attempts = (*self.attempts, (rid, attempt, data))
+        if b"did not reach its worker" in data:
+            raise Violation("what is dispatched reaches its worker", f"{rid} attempt {attempt}")
         if sum(event.billable for _, event in self.ends_of(rid)) > 1:
             raise Violation("at most one billable attempt", f"{rid} attempt {attempt}")
         if sum(event.engine_death for _, event in self.ends_of(rid)) > DEATHS_MAX:
@@ -367,7 +370,7 @@ class World:
             if worker.up == "up" and worker.name
         ]
         if self.gate.up == "up":
-            beats.append(("stream_owner", "g", STREAM_OWNER_BEAT))
+            beats.append(("stream_owner", gateway.STREAM_OWNER, STREAM_OWNER_BEAT))
         schedulers.pass_time(self, beats)
         if self.gate.up == "up":
             gateway.pass_time(self)
@@ -429,6 +432,8 @@ class World:
             if asked.ending is None:
                 raise Violation("every request ends", f"{asked.rid} has no ending")
             ends = [event for _, event in self.ends_of(asked.rid)]
+            if asked.ending[0] != "left" and any(event.billable and event.outcome == "cancelled" for event in ends):
+                raise Violation("nobody pays for our failures", f"{asked.rid} ends with {asked.ending}")
             if sum(event.engine_death for event in ends) == DEATHS_MAX:
                 # With two faults its word may be lost, and only the last outcome be known.
                 told = asked.ending[1] in ("request_quarantined", "cancelled") or not self.faults

@@ -6,11 +6,13 @@ import msgspec
 import pytest
 
 from contracts.messages.attempts import AttemptEvent
+from contracts.messages.base import Epoch
 from contracts.messages.control import CancelRequest, Progress, StreamOwnerHeartbeat
 from contracts.messages.frames import ErrorData, LostData
 from contracts.messages.records import TenantLimits, TenantRecord
 from scheduler.core import events
 from scheduler.core.transitions import TRANSITIONS, InvalidTransition, State, Trigger, mermaid
+from scheduler.effects import work_id
 from tests.support.scheduler_world import World
 
 ERROR = msgspec.json.Decoder(ErrorData)
@@ -483,6 +485,51 @@ def test_work_that_is_found_before_its_worker_is_heard_takes_up_room_there() -> 
     take_over(made)
     assert made.core.pool.workers[worker.name].slots_reserved == 2
     assert made.core.requests[waiting].state is State.QUEUED
+
+
+def test_what_workers_give_back_is_no_attempt() -> None:
+    """One drains, another has no engine: the request goes on to a third, and not to one of them again."""
+    made = World()
+    first, second = made.ready_worker(), made.ready_worker()
+    request_id = made.submit()
+    for code in ("shutting_down", "unavailable"):
+        made.run_pending()
+        (item,) = made.work.values()
+        worker = first if item.worker == first.name else second
+        made.pull(worker)
+        made.end(worker, worker.running.pop((request_id, item.attempt)), "failed", retryable=True, error_code=code)
+    made.run_pending()
+    request = made.core.requests[request_id]
+    assert request.state is State.QUEUED and request.counted == 0, "neither was heard since"
+    take_over(made)
+    third = made.ready_worker()
+    made.run_pending()
+    assert made.core.requests[request_id].worker == third.name
+
+
+def test_the_only_worker_gets_back_what_it_gave_back_once_it_is_heard() -> None:
+    made = World()
+    worker = made.ready_worker()
+    request_id = made.submit()
+    made.run_pending()
+    made.pull(worker)
+    made.end(worker, worker.running.pop((request_id, 1)), "failed", retryable=True, error_code="unavailable")
+    made.run_pending()
+    assert made.core.requests[request_id].state is State.QUEUED
+    made.feed(events.LoopbackSeen())
+    made.feed(events.WorkerSeen(worker.beat()))
+    assert made.core.requests[request_id].worker == worker.name
+
+
+def test_work_of_another_epoch_has_another_id_in_work() -> None:
+    """Else what a deposed owner stores late would make the owner's dispatch a duplicate, which is thrown away."""
+    made = World()
+    made.ready_worker()
+    made.submit()
+    made.run_pending()
+    (item,) = made.work.values()
+    later = msgspec.structs.replace(item, epoch=Epoch(1, item.epoch.revision + 1))
+    assert work_id(item) == work_id(msgspec.structs.replace(item)) != work_id(later)
 
 
 def test_a_copy_of_a_request_that_failed_for_good_is_dropped() -> None:

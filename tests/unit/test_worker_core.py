@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.messages.base import Epoch
-from contracts.messages.control import Announce, CancelAttempt, ControlRequest, Evict
+from contracts.messages.control import SERVICE_FAULTS, Announce, CancelAttempt, ControlRequest, Evict
 from contracts.messages.frames import EndData, ErrorData
 from contracts.messages.request import Reply, RequestEnvelope, WorkItem
 from worker.core import attempts, outcomes
@@ -171,8 +171,8 @@ class World:
             self.cancels[asker] = (request.request_id, request.attempt)
         return self.step(ControlAsked(request=request, asker=asker))
 
-    def cancel(self, key: Key, asker: int, epoch: int = 1) -> list[Effect]:
-        order = CancelAttempt(epoch=Epoch(1, epoch), request_id=key[0], attempt=key[1], reason="client_cancelled")
+    def cancel(self, key: Key, asker: int, epoch: int = 1, reason: str = "client_cancelled") -> list[Effect]:
+        order = CancelAttempt(epoch=Epoch(1, epoch), request_id=key[0], attempt=key[1], reason=reason)
         return self.ask(order, asker)
 
 
@@ -376,6 +376,16 @@ def test_a_cancel_before_the_first_token_is_not_billed() -> None:
     world.cancel(R1, 1)
     event = only(world.end(R1), StoreEvent).event
     assert not event.billable
+
+
+@pytest.mark.parametrize("reason", sorted(SERVICE_FAULTS))
+def test_nobody_pays_for_what_the_service_cancels(reason: str) -> None:
+    world = World()
+    world.pull(item())
+    world.runs[R1].completion_tokens = 5
+    world.cancel(R1, 1, reason=reason)
+    event = only(world.end(R1, frames=6, chunks=5), StoreEvent).event
+    assert (event.outcome, event.billable, event.completion_tokens) == ("cancelled", False, 5)
 
 
 def test_a_waiting_attempt_is_cancelled_without_a_start() -> None:

@@ -10,6 +10,7 @@ import msgspec
 from contracts.errors import TABLE
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Outcome, RequestFacts, TokenCounts, fields_of
+from contracts.messages.control import SERVICE_FAULTS
 from contracts.messages.frames import EndData, ErrorData
 from contracts.messages.request import RequestEnvelope, WorkItem
 from contracts.tokens import reserved
@@ -30,6 +31,8 @@ class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
     retry: Literal["never", "unsent", "always"] = "never"
     """``unsent``: only while a streaming caller has got no chunk."""
     engine_death: bool = False
+    billable: bool = True
+    """Whether the caller pays for what was generated, where the kind of the outcome is paid for at all."""
 
 
 COMPLETED = AttemptOutcome(kind="completed")
@@ -42,7 +45,8 @@ STALLED = AttemptOutcome(kind="failed", code="engine_error", message="the genera
 
 def cancelled(reason: str) -> AttemptOutcome:
     """Stopped by the scheduler's order."""
-    return AttemptOutcome(kind="cancelled", code="cancelled", message=reason)
+    billable = reason not in SERVICE_FAULTS
+    return AttemptOutcome(kind="cancelled", code="cancelled", message=reason, billable=billable)
 
 
 def other_tokenizer(theirs: str, ours: str) -> AttemptOutcome:
@@ -83,13 +87,13 @@ def terminal_event(
 ) -> AttemptEvent:
     """The attempt's row, after ``frames`` frames with ``chunks`` chunks among them.
 
-    Billed is what completed, and what was cancelled after its first token. A retryable one gets no closing
+    Billed is what completed, and what its caller cancelled after the first token. A retryable one gets no closing
     frame.
     """
     request = item.request
     unsent = not (request.stream and chunks)
     retryable = outcome.retry == "always" or (outcome.retry == "unsent" and unsent)
-    billable = outcome.kind == "completed" or (outcome.kind == "cancelled" and counts.completion_tokens > 0)
+    paid_for = outcome.kind == "completed" or (outcome.kind == "cancelled" and counts.completion_tokens > 0)
     return AttemptEvent(
         **fields_of(RequestFacts, request),
         **fields_of(TokenCounts, counts),
@@ -103,7 +107,7 @@ def terminal_event(
         error_message=outcome.message,
         retryable=retryable,
         engine_death=outcome.engine_death,
-        billable=billable,
+        billable=paid_for and outcome.billable,
         reasoning_tokens=counts.reasoning_tokens,
         reserved_tokens=reserved_tokens(request),
         last_seq=frames - 1 if retryable else frames,
