@@ -13,7 +13,6 @@ import structlog
 
 from contracts import subjects, topology
 from contracts.bus import Bus, BusError, Incoming, Unconfirmed, WrongSequence
-from contracts.clock import now_ms
 from contracts.messages.attempts import AttemptEvent, Quarantined
 from contracts.messages.base import NOTHING, Codec
 from contracts.messages.control import CancelAttempt, ControlAnswer, ControlRequest
@@ -39,7 +38,7 @@ CONTROL_TIMEOUT_S = 2.0
 def work_id(item: WorkItem) -> str:
     """Message id in WORK. With the epoch: what a deposed owner's late dispatch stores must not pass for ours."""
     epoch = item.epoch
-    parts = item.request.request_id, item.attempt, item.worker, epoch.bucket_created_ns, epoch.revision
+    parts = item.request.request_id, item.attempt, item.worker, epoch.era, epoch.revision
     return ".".join(map(str, parts))
 
 
@@ -107,6 +106,8 @@ class Effects:
                 self.spawn(self._quarantine(effect))
             case events.SendControl(worker, order):
                 self.spawn(self._send_control(worker, order))
+            case events.RiseAbove(epoch):
+                self.spawn(self._lease.rise_above(epoch))
             case events.SendFrame(subject, frame):
                 message = ReplyMessage(epoch=self._core.epoch, frames=[frame])
                 self.spawn(self._bus.publish(subject, _encode(message)))
@@ -151,7 +152,7 @@ class Effects:
             attempt=effect.attempt,
             version=effect.version,
             worker=effect.worker,
-            dispatched_at_ms=now_ms(),
+            dispatched_at_ms=request.dispatched_at_ms,
             request=msgspec.structs.replace(request.envelope, body=body),
         )
         try:
@@ -229,7 +230,9 @@ class Effects:
         try:
             body = await self._body(effect.request_seq, effect.work_seq)
             request = msgspec.structs.replace(envelope, body=body if body is not None else NOTHING)
-            kept = Quarantined(reason=effect.reason, quarantined_at_ms=now_ms(), request=request, last=effect.last)
+            kept = Quarantined(
+                reason=effect.reason, quarantined_at_ms=effect.last.ended_at_ms, request=request, last=effect.last
+            )
             if not self._lease.held:
                 return
             await self._bus.jetstream.store(

@@ -1,15 +1,24 @@
-"""Who owns a model: a KV lease with a time to live, taken and renewed by compare-and-set."""
+"""Who owns a model: a KV lease with a time to live, taken and renewed by compare-and-set.
+
+A bus that was restored from a backup gives revisions again that it gave before. Then an owner finds workers that know
+an epoch above its own: it writes down an era above theirs, beside the lease, and the terms after it begin there.
+"""
 
 import asyncio
 import time
 
 import structlog
+from msgspec.structs import astuple
 
 from contracts import topology
 from contracts.bus import Bus, BusError, WrongSequence
+from contracts.clock import SteadyClock
 from contracts.messages.base import Epoch
 
 log = structlog.get_logger()
+
+ERA_MAX = 2**62
+"""Centuries above any creation time in ns; a message that names a higher one is nonsense."""
 
 
 class Lease:
@@ -27,7 +36,10 @@ class Lease:
         self._renew_s = renew_s
         self._revision = 0
         self._renewed_at = 0.0
+        self._surpassed = False
         self.epoch = Epoch()
+        self.clock = SteadyClock(0)
+        """The term's time: the bus's when the lease was taken, and what has passed since."""
 
     @property
     def held(self) -> bool:
@@ -39,12 +51,13 @@ class Lease:
         return self._renewed_at + self._ttl_s * 0.9 - time.monotonic() if self._revision > 0 else 0.0
 
     async def acquire(self) -> None:
-        """Wait until the lease is ours; sets ``epoch``."""
+        """Wait until the lease is ours; sets ``epoch`` and ``clock``."""
         while True:
             asked_at = time.monotonic()
             try:
                 revision = await self._bus.kv.create(topology.LEASES, self._key, self._value, ttl_s=self._ttl_s)
-                created_ns = await self._bus.kv.created_ns(topology.LEASES)
+                era, _ = await self._least_era()
+                created_ns, now_ns = await self._bus.kv.times_ns(topology.LEASES)
             except WrongSequence:
                 pass
             except BusError as error:
@@ -52,14 +65,17 @@ class Lease:
             else:
                 self._revision = revision
                 self._renewed_at = asked_at
-                self.epoch = Epoch(created_ns, revision)
+                self.epoch = Epoch(max(created_ns, era), revision)
+                self.clock = SteadyClock(now_ns // 1_000_000)
                 return
             await asyncio.sleep(self._renew_s)
 
     async def keep(self) -> None:
-        """Renew until the lease is lost, then return; in time, also when the bus does not answer."""
+        """Renew until the lease is lost or the epoch surpassed, then return; in time, also when the bus is silent."""
         while self.held:
             await asyncio.sleep(self._renew_s)
+            if self._surpassed:
+                return
             try:
                 async with asyncio.timeout(max(0.0, self._left_s)):
                     if not await self._renew():
@@ -83,17 +99,43 @@ class Lease:
         return True
 
     async def _renewed_after_all(self) -> bool:
-        """A renewal whose answer was lost is seen as a newer revision with our own value."""
+        """A renewal whose answer was lost is seen as a newer revision with our own value.
+
+        An older one is of a bus that was restored: what was read of its streams holds no longer.
+        """
         asked_at = time.monotonic()
         try:
             entry = await self._bus.kv.get(topology.LEASES, self._key)
         except BusError:
             return self.held
-        if entry is None or entry.value != self._value or not self.held:
+        if entry is None or entry.value != self._value or entry.revision < self._revision or not self.held:
             return False
         self._revision = entry.revision
         self._renewed_at = asked_at
         return True
+
+    async def rise_above(self, epoch: Epoch) -> None:
+        """End the term; whoever owns the model next has an epoch above ``epoch``. Raises BusError."""
+        if self._surpassed or not self.held or epoch.era >= ERA_MAX:
+            return
+        least, revision = await self._least_era()
+        if least <= epoch.era:
+            value = str(epoch.era + 1).encode()
+            try:
+                await self._bus.kv.update(topology.LEASES, self._era_key, value, revision=revision)
+            except WrongSequence:
+                return  # Somebody else was faster; the next heartbeat tells whether by enough.
+        log.warning("epoch_surpassed", key=self._key, ours=astuple(self.epoch), theirs=astuple(epoch))
+        self._surpassed = True
+
+    async def _least_era(self) -> tuple[int, int]:
+        """The era that was written down, and the revision of that; zeros when there is none."""
+        entry = await self._bus.kv.get(topology.LEASES, self._era_key)
+        return (int(entry.value), entry.revision) if entry else (0, 0)
+
+    @property
+    def _era_key(self) -> str:
+        return f"{self._key}/era"
 
     async def release(self) -> None:
         """Give the lease back so that a standby takes over at once."""

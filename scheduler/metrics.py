@@ -45,10 +45,17 @@ class Collector:
         lost = CounterMetricFamily("headrace_lost_workers", "Workers declared lost.", labels=["model"])
         refusals = CounterMetricFamily("headrace_refusals", "Refused admissions.", labels=["model", "code"])
         ended = CounterMetricFamily("headrace_requests_ended", "Settled requests.", labels=["model", "outcome"])
+        skew = GaugeMetricFamily(
+            "headrace_clock_skew_seconds",
+            "How far a process's wall clock is ahead of the bus's, as its model's owner counts it.",
+            labels=["model", "process"],
+        )
         for core in cores:
             lost.add_metric([core.model], core.lost_workers)
             for code, count in core.refusals.items():
                 refusals.add_metric([core.model, code], count)
             for outcome, count in core.outcomes.items():
                 ended.add_metric([core.model, outcome], count)
-        yield from (lost, refusals, ended)
+            for process, ahead_ms in core.clocks.ahead_ms().items():
+                skew.add_metric([core.model, process], ahead_ms / 1000)
+        yield from (lost, refusals, ended, skew)

@@ -14,7 +14,6 @@ import structlog
 
 from contracts import subjects, topology
 from contracts.bus import Bus, BusError, Incoming, OrderedConsumer, PullConsumer
-from contracts.clock import now_ms
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import NOTHING, Codec
 from scheduler.core import events
@@ -43,7 +42,7 @@ STANDSTILL_S = 30.0
 REPLAY_MS = 70_000
 """Ends read back at a takeover to fill the token buckets: a bucket's minute, and some delay."""
 CLOCKS_APART_MS = 5_000
-"""What the clocks of schedulers and of the bus may differ: a request's ends are stored after its admission."""
+"""What an owner's time and the bus's may have come to differ: a request's ends are stored after its admission."""
 
 
 def decoded(codec: Codec[M], message: Incoming, event: str) -> M | None:
@@ -84,7 +83,7 @@ class Recovery:
         async for message in self._bus.jetstream.read(topology.REQUESTS, self._requests):
             oldest.append(message.stored_at_ms)
             break
-        self._attempts_from_ms = min([*oldest, now_ms() - REPLAY_MS])
+        self._attempts_from_ms = min([*oldest, self._lease.clock.now_ms() - REPLAY_MS])
         attempts = OrderedConsumer(
             self._bus.jetstream, topology.ATTEMPTS, self._attempts, self._on_attempt, start_at_ms=self._attempts_from_ms
         )

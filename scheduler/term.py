@@ -35,6 +35,7 @@ _admission: Codec[AdmissionRequest] = Codec(AdmissionRequest)
 _cancel: Codec[CancelRequest] = Codec(CancelRequest)
 _status: Codec[StatusRequest] = Codec(StatusRequest)
 _worker_beat: Codec[WorkerHeartbeat] = Codec(WorkerHeartbeat)
+_loopback_beat: Codec[LoopbackHeartbeat] = Codec(LoopbackHeartbeat)
 _stream_owner_beat: Codec[StreamOwnerHeartbeat] = Codec(StreamOwnerHeartbeat)
 _encode = msgspec.json.Encoder().encode
 
@@ -55,7 +56,7 @@ class Term:
             epoch=lease.epoch,
             manifest=manifest,
             settings=Settings(lost_after_beats=round(config.lost_after_s / config.heartbeat_s)),
-            now_ms=now_ms(),
+            now_ms=lease.clock.now_ms(),
         )
         self._loopback = subjects.loopback_heartbeat(self.core.owner)
         self._effects = Effects(
@@ -111,7 +112,7 @@ class Term:
         if self._over or self._failed.done():
             return
         try:
-            for effect in self.core.step(event, now_ms()):
+            for effect in self.core.step(event, self._lease.clock.now_ms()):
                 self._effects.perform(effect)
         except Exception as error:
             self._fail(error)
@@ -144,12 +145,13 @@ class Term:
 
     def _on_queues(self, message: Incoming) -> None:
         if self._lease.held:
-            self._effects.spawn(message.respond(_encode(views.queues(self.core, now_ms()))))
+            self._effects.spawn(message.respond(_encode(views.queues(self.core))))
 
     def _on_heartbeat(self, message: Incoming) -> None:
         kind, model = message.subject.split(".")[2:4]
         if message.subject == self._loopback:
-            self.feed(events.LoopbackSeen())
+            if (own := decoded(_loopback_beat, message, "heartbeat_undecodable")) is not None:
+                self.feed(events.LoopbackSeen(own.sent_at_ms))
         elif kind == "worker" and model == subjects.encode(self.core.model):
             if (beat := decoded(_worker_beat, message, "heartbeat_undecodable")) is not None:
                 self.feed(events.WorkerSeen(beat))
@@ -165,7 +167,7 @@ class Term:
             await asyncio.sleep(self._config.heartbeat_s)
             if not self._bus.connected:
                 continue  # What waits for a reconnect would come as a burst: seconds of silence in no time.
-            beat = LoopbackHeartbeat(observer=self.core.owner, number=number)
+            beat = LoopbackHeartbeat(observer=self.core.owner, number=number, sent_at_ms=now_ms())
             number += 1
             try:
                 await self._bus.publish(self._loopback, _encode(beat))

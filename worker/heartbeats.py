@@ -7,6 +7,7 @@ import structlog
 
 from contracts import subjects
 from contracts.bus import Bus, BusError
+from contracts.clock import now_ms
 from contracts.messages.base import Codec
 from contracts.messages.control import WorkerHeartbeat
 from contracts.messages.records import Manifest
@@ -67,6 +68,7 @@ class Heartbeats:
             prefill_tokens_total=stats.prefill_tokens_total,
             decode_tokens_total=stats.decode_tokens_total,
             in_flight=core.progress(),
+            sent_at_ms=now_ms(),
         )
         try:
             await self._bus.publish(subjects.worker_heartbeat(model, core.worker), _heartbeat.encode(heartbeat))

@@ -12,7 +12,7 @@ import structlog
 
 from contracts import subjects, topology
 from contracts.bus import Bus, BusError, Incoming
-from contracts.clock import now_ms
+from contracts.clock import monotonic_ms
 from contracts.messages.base import Codec
 from contracts.messages.control import ControlAnswer, ControlRequest
 from contracts.messages.frames import EndData, ErrorData
@@ -151,7 +151,7 @@ class Worker:
     def _step(self, event: events.Event | EngineEvent) -> None:
         credit = self._core.credit()
         try:
-            for effect in self._core.step(event, now_ms()):
+            for effect in self._core.step(event, monotonic_ms()):
                 self._perform(effect)
         except Exception as error:  # a bug: the state is not to be trusted any more
             if not self._broken.done():

@@ -34,6 +34,9 @@ def _text(answer: "QueueAnswer") -> str:
         f"{answer.model}: {answer.waiting} waiting, {answer.running} running, "
         f"{answer.reserved_tokens} tokens reserved, {len(answer.workers)} workers\n"
     )
+    for clock in answer.clocks:
+        direction = "ahead of" if clock.ahead_ms > 0 else "behind"
+        head += f"the clock of {clock.process} is {abs(clock.ahead_ms) / 1000:.1f} s {direction} the bus's: set it\n"
     return head + table(
         ("tenant", "waiting", "tokens", "running", "reserved", "served", "oldest_ms"),
         [

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable
 
 from contracts.bus.handlers import contain
-from contracts.bus.jetstream import JetStream
+from contracts.bus.jetstream import JetStream, rfc3339_ns
 from contracts.bus.ordered import OrderedConsumer
 from contracts.bus.types import BusError, Incoming, KvEntry, WrongSequence
 
@@ -172,9 +172,10 @@ class KeyValue:
         await watch.start()
         return watch
 
-    async def created_ns(self, bucket: str) -> int:
-        """When the bucket was made, in Unix ns: part of an owner's epoch."""
-        return (await self._jetstream.stream_state(f"KV_{bucket}"))[0]
+    async def times_ns(self, bucket: str) -> tuple[int, int]:
+        """When the bucket was made, and what time it is, by the server's clock, in Unix ns."""
+        info = await self._jetstream.api(f"STREAM.INFO.KV_{bucket}")
+        return rfc3339_ns(info["created"]), rfc3339_ns(info["ts"])
 
 
 def entry_of(key: str, message: Incoming) -> KvEntry | None:

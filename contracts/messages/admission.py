@@ -30,10 +30,12 @@ class AdmissionAnswer(Message, frozen=True, kw_only=True):
 
     admitted: bool
     epoch: Epoch = Epoch()
-    publish_by_ms: int = 0
-    """Unix ms until which REQUESTS must have stored the request; later it is dropped as expired."""
-    deadline_at_ms: int = 0
-    """Unix ms until which the first token must come."""
+    admitted_at_ms: int = 0
+    """When, by the owner's clock: for the record. Whoever waits counts the spans from when it asked."""
+    publish_within_ms: int = 0
+    """From admission until REQUESTS must have stored the request; later it is dropped as expired."""
+    deadline_ms: int = 0
+    """From admission until the first token must come."""
     code: str = ""
     message: str = ""
     param: str | None = None

@@ -14,7 +14,8 @@ _GIVEN_BACK = frozenset(("shutting_down", "unavailable"))
 class AttemptEvent(RequestFacts, frozen=True, kw_only=True):
     """The one terminal event of an attempt, in ATTEMPTS; also the ledger's row. Attempt 0: never dispatched.
 
-    Ledger key: (request_id, attempt). Times are Unix ms, 0 when the thing never happened.
+    Ledger key: (request_id, attempt). Times are Unix ms, 0 when the thing never happened; all are of one clock, the
+    owner's: what a worker adds are spans, counted from the dispatch.
     """
 
     attempt: int

@@ -71,12 +71,13 @@ def _values_of(kind: type[msgspec.Struct]) -> Callable[[object], tuple[Any, ...]
 
 
 class Epoch(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Term of a model's owner: (creation of the lease bucket in ns, revision of the acquiring write).
+    """Term of a model's owner: (era, revision of the acquiring write).
 
-    Constant for a term and greater for every later one; receivers refuse lower epochs.
+    Constant for a term and greater for every later one; receivers refuse lower epochs. The era is the creation of the
+    lease bucket in ns, or one more than an era that an owner met above its own, after a restore of the bus.
     """
 
-    bucket_created_ns: int = 0
+    era: int = 0
     revision: int = 0
 
 

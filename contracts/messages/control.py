@@ -83,6 +83,8 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True):
     """Prompt tokens computed since start, cached ones left out."""
     decode_tokens_total: int = 0
     in_flight: list[Progress] = []
+    sent_at_ms: int = 0
+    """By the sender's wall clock: how it differs is measured, nothing is decided by it."""
 
 
 class StreamOwnerHeartbeat(Message, frozen=True, kw_only=True):
@@ -94,6 +96,8 @@ class StreamOwnerHeartbeat(Message, frozen=True, kw_only=True):
     stream_owner: str
     leaving: bool = False
     """A goodbye: its open requests are cancelled at once."""
+    sent_at_ms: int = 0
+    """By the sender's wall clock, as a worker's."""
 
 
 class LoopbackHeartbeat(Message, frozen=True, kw_only=True):
@@ -101,6 +105,8 @@ class LoopbackHeartbeat(Message, frozen=True, kw_only=True):
 
     observer: str
     number: int
+    sent_at_ms: int = 0
+    """By the sender's wall clock, as a worker's."""
 
 
 class Announce(Message, frozen=True, kw_only=True, tag="announce"):

@@ -17,6 +17,13 @@ class TenantQueue(Message, frozen=True, kw_only=True, omit_defaults=False):
     oldest_wait_ms: int
 
 
+class ClockSkew(Message, frozen=True, kw_only=True, omit_defaults=False):
+    """How far a process's wall clock is ahead (negative: behind) of the owner's, which counts from the bus's."""
+
+    process: str
+    ahead_ms: int
+
+
 class QueueAnswer(Message, frozen=True, kw_only=True, omit_defaults=False):
     """A model's live queues, as its owner sees them."""
 
@@ -28,3 +35,5 @@ class QueueAnswer(Message, frozen=True, kw_only=True, omit_defaults=False):
     reserved_tokens: int
     workers: list[WorkerHeartbeat]
     tenants: list[TenantQueue]
+    clocks: list[ClockSkew] = []
+    """Processes whose clocks are a second or more apart from the owner's."""

@@ -20,8 +20,11 @@ class RequestEnvelope(RequestDemand, frozen=True, kw_only=True):
     stream: bool
     choices: int
     admitted_at_ms: int
-    publish_by_ms: int
-    deadline_at_ms: int
+    """As the admission's answer says; only owners compare it, for their clocks all start from the bus's."""
+    publish_within_ms: int
+    """From admission until REQUESTS must have stored it."""
+    deadline_ms: int
+    """From admission until its first token must come."""
     reply: Reply
     tokenizer_fingerprint: str = ""
     client_request_id: str = ""
@@ -29,6 +32,16 @@ class RequestEnvelope(RequestDemand, frozen=True, kw_only=True):
     body_object: str = ""
     prefix_caching: bool = True
     """Whether the engine may reuse this tenant's earlier prompts; never another tenant's."""
+
+    @property
+    def publish_by_ms(self) -> int:
+        """Until when REQUESTS must have stored it, by the owner's clock."""
+        return self.admitted_at_ms + self.publish_within_ms
+
+    @property
+    def deadline_at_ms(self) -> int:
+        """Until when its first token must come, by the owner's clock."""
+        return self.admitted_at_ms + self.deadline_ms
 
 
 class WorkItem(Message, frozen=True, kw_only=True):
@@ -39,6 +52,7 @@ class WorkItem(Message, frozen=True, kw_only=True):
     version: str
     worker: str
     dispatched_at_ms: int
+    """By the owner's clock; the worker's event counts on from here."""
     request: RequestEnvelope
 
 

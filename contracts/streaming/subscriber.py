@@ -14,7 +14,7 @@ import msgspec
 import prometheus_client
 import structlog
 
-from contracts import subjects
+from contracts import clock, subjects
 from contracts.bus import Bus, BusError, Incoming, Subscription
 from contracts.messages.base import Codec
 from contracts.messages.control import (
@@ -274,7 +274,7 @@ class Subscriber:
         """Nothing while the bus is away: old heartbeats that are sent late would say nothing."""
         if not self._bus.connected:
             return
-        beat = StreamOwnerHeartbeat(stream_owner=self.stream_owner, leaving=leaving)
+        beat = StreamOwnerHeartbeat(stream_owner=self.stream_owner, leaving=leaving, sent_at_ms=clock.now_ms())
         try:
             await self._bus.publish(subjects.stream_owner_heartbeat(self.stream_owner), _encode(beat))
         except BusError as error:

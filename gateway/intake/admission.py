@@ -14,7 +14,7 @@ import msgspec
 
 from contracts import errors, subjects, topology
 from contracts.bus import Bus, BusError, StreamFull, TooLarge, Unavailable, Unconfirmed
-from contracts.clock import now_ms
+from contracts.clock import monotonic_ms
 from contracts.errors import HeadraceError
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest, RateLimits
 from contracts.messages.base import Codec, Priority, RequestDemand, fields_of
@@ -78,6 +78,8 @@ class Admitted(msgspec.Struct, frozen=True):
     body: bytes
     limits: RateLimits | None
     """The tenant's token buckets after the decision."""
+    asked_at_ms: int
+    """When the scheduler was first asked, monotonic: the envelope's spans began no earlier."""
 
 
 class AdmissionRefused(HeadraceError):
@@ -139,8 +141,8 @@ class Intake:
             choices=valid.choices,
             priority=_priority(tenant),
             admitted_at_ms=0,
-            publish_by_ms=0,
-            deadline_at_ms=0,
+            publish_within_ms=0,
+            deadline_ms=0,
             reply=context.reply,
             stream_owner=context.stream_owner,
             tokenizer_fingerprint=manifest.tokenizer_fingerprint,
@@ -175,16 +177,17 @@ class Intake:
             raise
 
     async def _admit(self, prepared: Prepared) -> Admitted:
+        asked_at_ms = monotonic_ms()
         answer = await self._ask(prepared)
         if not answer.admitted:
             raise AdmissionRefused(answer)
         envelope = msgspec.structs.replace(
             prepared.envelope,
-            admitted_at_ms=now_ms(),
-            publish_by_ms=answer.publish_by_ms,
-            deadline_at_ms=answer.deadline_at_ms,
+            admitted_at_ms=answer.admitted_at_ms,
+            publish_within_ms=answer.publish_within_ms,
+            deadline_ms=answer.deadline_ms,
         )
-        return Admitted(envelope, prepared.body, answer.limits)
+        return Admitted(envelope, prepared.body, answer.limits, asked_at_ms)
 
     async def publish(self, admitted: Admitted) -> None:
         """Store an admitted request; from then on it survives any process.
@@ -194,7 +197,7 @@ class Intake:
         envelope = admitted.envelope
         try:
             envelope = await self._with_body(envelope, admitted.body)
-            left_s = (envelope.publish_by_ms - now_ms()) / 1000
+            left_s = (admitted.asked_at_ms + envelope.publish_within_ms - monotonic_ms()) / 1000
             if left_s <= 0:
                 raise Unconfirmed("the reservation expired before the request was stored")
             await self._bus.jetstream.store(

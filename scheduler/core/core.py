@@ -87,10 +87,7 @@ class Core(Lifecycle):
             self.do(events.AnswerAdmission(event.handle, self._refused(asked, error)))
             return
         request = Request.admitted(
-            asked,
-            now_ms=self.now_ms,
-            publish_by_ms=self.now_ms + self.settings.publish_within_ms,
-            deadline_at_ms=self.now_ms + deadline_ms,
+            asked, now_ms=self.now_ms, publish_within_ms=self.settings.publish_within_ms, deadline_ms=deadline_ms
         )
         self.admit(request)
         heapq.heappush(self._expiries, (self._expires_at_ms(request), request.id))
@@ -100,8 +97,9 @@ class Core(Lifecycle):
         return AdmissionAnswer(
             admitted=True,
             epoch=self.epoch,
-            publish_by_ms=request.envelope.publish_by_ms,
-            deadline_at_ms=request.envelope.deadline_at_ms,
+            admitted_at_ms=request.envelope.admitted_at_ms,
+            publish_within_ms=request.envelope.publish_within_ms,
+            deadline_ms=request.envelope.deadline_ms,
             limits=self.admission.quota(request.tenant, self.now_ms).rate_limits(self.now_ms),
         )
 
@@ -126,18 +124,12 @@ class Core(Lifecycle):
         elif request.request_seq and request.request_seq != event.seq:
             self.do(events.AckRequest(event.seq))  # A second copy under the same id.
         elif request.state is State.ADMITTED:
-            self._arrived(request, event)
+            request.stored(event.envelope, event.seq)  # In time, for its reservation stands.
+            self.queue_up(request)
         elif request.state in WITH_WORKER and request.work_seq:
             self.do(events.AckRequest(event.seq))
         else:
             request.request_seq = event.seq  # Acknowledged when WORK has it or the end is stored.
-
-    def _arrived(self, request: Request, event: events.RequestStored) -> None:
-        request.stored(event.envelope, event.seq)
-        if event.stored_at_ms > self._expires_at_ms(request):
-            self.end_waiting(request, "expired", "deadline_exceeded", "The request reached the queue too late.")
-        else:
-            self.queue_up(request)
 
     def _work_found(self, event: events.WorkFound) -> None:
         self._takeover.work_found(event.item, event.seq)
@@ -234,6 +226,9 @@ class Core(Lifecycle):
 
     def _worker_seen(self, event: events.WorkerSeen) -> None:
         beat = event.beat
+        self.clocks.heard(beat.worker, beat.sent_at_ms, self.now_ms)
+        if beat.epoch > self.epoch:
+            self.do(events.RiseAbove(beat.epoch))
         if beat.worker in self.pool.evicted:
             self.do(events.SendControl(beat.worker, Evict(epoch=self.epoch)))
             return
@@ -265,6 +260,7 @@ class Core(Lifecycle):
 
     def _stream_owner_seen(self, event: events.StreamOwnerSeen) -> None:
         self.stream_owners.heard(event.beat.stream_owner, self.pool.beats)
+        self.clocks.heard(event.beat.stream_owner, event.beat.sent_at_ms, self.now_ms)
         if event.beat.leaving:
             self._stream_owner_lost(event.beat.stream_owner)
 
@@ -275,6 +271,7 @@ class Core(Lifecycle):
 
     def _loopback_seen(self, event: events.LoopbackSeen) -> None:
         self.pool.beats += 1
+        self.clocks.heard(self.owner, event.sent_at_ms, self.now_ms)
         for worker, why in self.pool.lost():
             self._worker_lost(worker, why)
         for owner in self.stream_owners.silent(self.pool.beats, self.settings.lost_after_beats):
@@ -313,6 +310,7 @@ class Core(Lifecycle):
             if request.state in WITH_WORKER and repeat_at <= now:
                 self.send_cancel(request)
         self.tombstones.pass_time(now)
+        self.clocks.pass_time(now)
         self.admission.pass_time(now)
         self.dispatch()
 

@@ -6,6 +6,7 @@ import msgspec
 
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.attempts import AttemptEvent
+from contracts.messages.base import Epoch
 from contracts.messages.control import (
     CancelAnswer,
     CancelRequest,
@@ -109,7 +110,9 @@ class StreamOwnerSeen(Event, frozen=True):
 
 
 class LoopbackSeen(Event, frozen=True):
-    """The scheduler's own heartbeat came back over the bus."""
+    """The scheduler's own heartbeat came back over the bus; when its wall clock said that it was sent."""
+
+    sent_at_ms: int = 0
 
 
 class TimePassed(Event, frozen=True):
@@ -206,6 +209,12 @@ class SendControl(Effect, frozen=True):
 
     worker: str
     order: ControlRequest
+
+
+class RiseAbove(Effect, frozen=True):
+    """A worker knows an epoch above ours and refuses us: end the term, the next one's epoch must be greater."""
+
+    epoch: Epoch
 
 
 class SendFrame(Effect, frozen=True):

@@ -17,6 +17,7 @@ from contracts.messages.request import RequestEnvelope, WorkItem
 from contracts.tokens import Cost
 from scheduler.core import events, outcomes
 from scheduler.core.admission import AdmissionControl
+from scheduler.core.clocks import Clocks
 from scheduler.core.fair_queue import FairQueue, QueuedRequest
 from scheduler.core.request import Request
 from scheduler.core.settings import Settings
@@ -49,6 +50,7 @@ class Lifecycle:
             starvation_timeout_ms=settings.starvation_timeout_ms,
         )
         self.stream_owners = StreamOwners()
+        self.clocks = Clocks()
         self.outcomes: dict[str, int] = {}
         """Settled requests by outcome, for metrics."""
         self.deadlines: list[tuple[int, str]] = []
@@ -75,7 +77,8 @@ class Lifecycle:
 
     def take_in(self, envelope: RequestEnvelope) -> Request:
         """Reserve for an open request of an earlier owner; a change of its state must follow."""
-        request = Request(envelope)
+        admitted_at_ms = min(envelope.admitted_at_ms, self.now_ms)  # The bus's clock may have been set back between us.
+        request = Request(msgspec.structs.replace(envelope, admitted_at_ms=admitted_at_ms))
         self.admission.adopt(request, self.now_ms)
         self.requests[request.id] = request
         self.tombstones.forget(request.id)
@@ -167,7 +170,7 @@ class Lifecycle:
         request.work_seq = seq
         worker = self.pool.expect(item.worker, item.request.model, item.version)
         self._place_on(request, worker, item.attempt)
-        request.dispatched_at_ms = item.dispatched_at_ms
+        request.dispatched_at_ms = min(item.dispatched_at_ms, self.now_ms)
         request.adopted = True
         worker.adopted[request.id] = None
         self.ack_request(request)

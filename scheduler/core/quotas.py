@@ -138,7 +138,7 @@ class Quota:
 
     def replay(self, cost: Cost, admitted_at_ms: int, now_ms: int) -> None:
         """Take what a request admitted earlier took, less what its bucket has refilled since."""
-        left = 1 - (now_ms - admitted_at_ms) / MINUTE_MS
+        left = 1 - max(0, now_ms - admitted_at_ms) / MINUTE_MS
         if left > 0:
             self.request_bucket.take(left, now_ms)
             self.input_bucket.take(cost.input_tokens * left, now_ms)

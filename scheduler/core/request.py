@@ -74,7 +74,7 @@ class Request:
         """The last changes: time, state and attempt before, trigger."""
 
     @classmethod
-    def admitted(cls, asked: AdmissionRequest, *, now_ms: int, publish_by_ms: int, deadline_at_ms: int) -> "Request":
+    def admitted(cls, asked: AdmissionRequest, *, now_ms: int, publish_within_ms: int, deadline_ms: int) -> "Request":
         """One admitted now, of which REQUESTS holds nothing yet."""
         envelope = RequestEnvelope(  # Field by field: ``fields_of`` costs a sixth of an admission.
             request_id=asked.request_id,
@@ -90,8 +90,8 @@ class Request:
             stream_owner=asked.stream_owner,
             version=asked.version,
             admitted_at_ms=now_ms,
-            publish_by_ms=publish_by_ms,
-            deadline_at_ms=deadline_at_ms,
+            publish_within_ms=publish_within_ms,
+            deadline_ms=deadline_ms,
             reply=Reply(subject="", stream=asked.request_id),
         )
         return cls(envelope)

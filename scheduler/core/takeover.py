@@ -76,8 +76,9 @@ class Takeover:
         life.admit_again(request)
         if life.tombstones.cancelled(envelope.request_id):
             life.end_waiting(request, "cancelled", "cancelled", "The request was cancelled.")
-        elif event.stored_at_ms > envelope.publish_by_ms:
-            life.end_waiting(request, "expired", "deadline_exceeded", "The request reached the queue too late.")
+        elif (late_ms := event.stored_at_ms - envelope.publish_by_ms) > 0:
+            late = f"The request was stored {late_ms} ms after its reservation had expired, by the bus's clock."
+            life.end_waiting(request, "expired", "deadline_exceeded", late)
         else:
             life.queue_up(request)
 

@@ -1,7 +1,7 @@
 """What the core shows of itself: one request's status, the live queues, and the rules that always hold."""
 
 from contracts.messages.control import RequestState, StatusAnswer
-from contracts.messages.queues import QueueAnswer, TenantQueue
+from contracts.messages.queues import ClockSkew, QueueAnswer, TenantQueue
 from scheduler.core import outcomes
 from scheduler.core.lifecycle import Lifecycle
 from scheduler.core.transitions import WAITING, State
@@ -36,8 +36,8 @@ def status(life: Lifecycle, tenant: str, request_id: str) -> StatusAnswer:
     return StatusAnswer(state="unknown")
 
 
-def queues(life: Lifecycle, now_ms: int) -> QueueAnswer:
-    """The live queues, for operators and gateways' readiness."""
+def queues(life: Lifecycle) -> QueueAnswer:
+    """The live queues, for operators and gateways' readiness; as of the last step."""
     oldest: dict[str, int] = {}
     running: dict[str, int] = {}
     for request in life.requests.values():
@@ -58,7 +58,7 @@ def queues(life: Lifecycle, now_ms: int) -> QueueAnswer:
                     running=running.get(name, 0),
                     reserved_tokens=quota.reserved_tokens,
                     served_counter=share.counter if share else 0.0,
-                    oldest_wait_ms=now_ms - oldest[name] if name in oldest else 0,
+                    oldest_wait_ms=life.now_ms - oldest[name] if name in oldest else 0,
                 )
             )
     return QueueAnswer(
@@ -70,6 +70,7 @@ def queues(life: Lifecycle, now_ms: int) -> QueueAnswer:
         reserved_tokens=life.admission.reserved_tokens,
         workers=[worker.beat for worker in life.pool.workers.values()],
         tenants=tenants,
+        clocks=[ClockSkew(process=name, ahead_ms=ahead) for name, ahead in life.clocks.apart().items()],
     )
 
 

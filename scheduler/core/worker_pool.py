@@ -154,8 +154,8 @@ class WorkerPool:
         self.evicted[worker.beat.worker] = self.beats
 
     def usable(self, worker: Worker) -> bool:
-        """Ready, and has acknowledged this owner's epoch."""
-        return worker.beat.state == "ready" and worker.beat.epoch >= self._epoch
+        """Ready, and has acknowledged this owner's epoch; one that knows a higher one refuses us."""
+        return worker.beat.state == "ready" and worker.beat.epoch == self._epoch
 
     def unacknowledged(self) -> bool:
         """Whether some worker has not acknowledged the epoch; a takeover waits until it has, or is lost."""

@@ -160,13 +160,14 @@ async def test_a_watch_of_a_wiped_store_tells_that_all_is_gone(nats: NatsServer,
     await bus.kv.put(KEYS, "a", b"1")
     await bus.kv.put(KEYS, "b", b"1")
     await bus.kv.watch(KEYS, view.tell)
-    created = await bus.kv.created_ns(KEYS)
+    created, now = await bus.kv.times_ns(KEYS)
+    assert created < now
     nats.wipe()
     await until(lambda: bus.session.reconnects == 1)
     await topology.ensure(bus)
     await bus.kv.put(KEYS, "b", b"2")  # revision 1 again
     await until(lambda: view.keys == {"b": b"2"})
-    assert await bus.kv.created_ns(KEYS) > created
+    assert (await bus.kv.times_ns(KEYS))[0] > now
 
 
 async def test_objects_are_whole_or_not_there(bus: Bus) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 from contracts import topology
@@ -233,7 +232,7 @@ async def test_admission_is_asked_again_with_the_same_id(world: World) -> None:
 
 
 async def test_a_reservation_that_lapsed_is_cancelled_and_503(world: World) -> None:
-    world.decide = lambda request: msgspec.structs.replace(admitted(), publish_by_ms=1)
+    world.decide = lambda request: admitted(publish_within_ms=0)
     response = await world.post(BASE)
     assert response.status_code == 503
     await until(lambda: world.cancelled)

@@ -191,7 +191,7 @@ async def test_a_missing_stream_is_a_clear_error(nats: NatsServer, bus: Bus, mon
     with pytest.raises(NotFound, match="stream not found"):
         await bus.jetstream.purge(topology.ATTEMPTS, EVENT)
     with pytest.raises(NotFound):
-        await bus.kv.created_ns(topology.LEASES)
+        await bus.kv.times_ns(topology.LEASES)
     monkeypatch.setattr("contracts.bus.jetstream.API_TIMEOUT_S", 0.5)
     with pytest.raises(Unavailable, match="no such stream"):
         await stored(bus)

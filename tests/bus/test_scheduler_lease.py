@@ -1,12 +1,16 @@
 """The lease of a model: one owner at a time, known by its own clock, given back or run out."""
 
 import asyncio
+import shutil
+import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from contracts import topology
 from contracts.bus import Bus, Unavailable
+from contracts.messages.base import Epoch
 from scheduler.lease import Lease
 from tests.support.nats_server import NatsServer
 from tests.support.polling import until
@@ -26,7 +30,7 @@ async def test_one_owner_at_a_time_and_every_epoch_is_higher(bus: Bus) -> None:
     epoch = first.epoch
     await asyncio.sleep(1.5)
     assert first.held and not waiting.done(), "it is renewed for as long as its owner lives"
-    assert first.epoch == epoch and epoch.revision > 0 and epoch.bucket_created_ns > 0
+    assert first.epoch == epoch and epoch.revision > 0 and epoch.era > 0
     keeping.cancel()
     await first.release()
     await asyncio.wait_for(waiting, 0.5)
@@ -83,3 +87,69 @@ async def test_a_renewal_whose_answer_was_lost_counts(bus: Bus, monkeypatch: pyt
     await asyncio.sleep(2.5)
     assert lost and lease.held and not keeping.done()
     keeping.cancel()
+
+
+async def test_the_term_s_time_is_the_bus_s_and_no_step_of_the_wall_clock_moves_it(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: real + 3_600 * 10**9)
+    lease = candidate(bus, "a")
+    await lease.acquire()
+    before = lease.clock.now_ms()
+    assert abs(before - real // 10**6) < 60_000, "an hour ahead, and no matter"
+    monkeypatch.setattr(time, "time_ns", lambda: real - 3_600 * 10**9)
+    assert 0 <= lease.clock.now_ms() - before < 60_000
+
+
+async def test_an_owner_that_meets_a_higher_epoch_ends_its_term_and_the_next_is_above(bus: Bus) -> None:
+    lease = candidate(bus, "a", ttl_s=20)
+    await lease.acquire()
+    era, revision = lease.epoch.era, lease.epoch.revision
+    theirs = Epoch(era, revision + 5_000)
+    keeping = asyncio.create_task(lease.keep())
+    await lease.rise_above(theirs)
+    await asyncio.wait_for(keeping, 1)
+    await lease.release()
+    for owner in ("b", "c"):
+        heir = candidate(bus, owner)
+        await asyncio.wait_for(heir.acquire(), 1)
+        assert heir.epoch > theirs and heir.epoch.era == era + 1
+        await heir.release()
+    last = candidate(bus, "d")
+    await last.acquire()
+    assert last.epoch > heir.epoch
+    await last.rise_above(Epoch(era, revision + 9_000))
+    await last.release()
+    await last.acquire()
+    assert last.epoch.era == era + 1, "what is below already is no reason for another era"
+
+
+async def test_a_deposed_owner_and_a_nonsensical_epoch_raise_nothing(bus: Bus) -> None:
+    lease = candidate(bus, "a", ttl_s=20)
+    await lease.acquire()
+    await lease.rise_above(Epoch(2**63 - 1, 1))
+    assert lease.held
+    lease._renewed_at -= 1000
+    await lease.rise_above(Epoch(lease.epoch.era, 2**40))
+    assert await bus.kv.get(topology.LEASES, f"{KEY}/era") is None
+
+
+async def test_after_a_restore_the_owner_s_lease_ends_and_later_epochs_can_be_raised_above_all(
+    bus: Bus, nats: NatsServer, tmp_path: Path
+) -> None:
+    """A backup that holds an earlier renewal of the same owner: what it read of the streams holds no longer."""
+    lease = candidate(bus, "a", ttl_s=20)
+    await lease.acquire()
+    nats.stop(signal.SIGTERM)
+    shutil.copytree(nats.store, tmp_path / "backup")
+    nats.start()
+    keeping = asyncio.create_task(lease.keep())
+    began = lease._revision
+    await until(lambda: lease._revision > began + 2, "it was renewed after the backup")
+    nats.stop()
+    shutil.rmtree(nats.store)
+    shutil.copytree(tmp_path / "backup", nats.store)
+    nats.start()
+    await asyncio.wait_for(keeping, 10)
+    assert not lease.held

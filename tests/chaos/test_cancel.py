@@ -118,7 +118,7 @@ async def test_between_publish_and_queue(cluster: Cluster, stream: bool) -> None
         answer = _admitted.decode(await bus.request(subjects.admit(MODEL), question))
         assert answer.admitted
         scheduler.freeze()
-        message = envelope(request_id, stream=stream, publish_by_ms=answer.publish_by_ms)
+        message = envelope(request_id, stream=stream, admitted_at_ms=answer.admitted_at_ms)
         await bus.jetstream.store(subjects.request(MODEL, TENANT), _envelope.encode(message), msg_id=request_id)
         async with heard(cluster, subjects.cancel(MODEL, TENANT)):
             cancelling = asyncio.create_task(cancel(bus, request_id))

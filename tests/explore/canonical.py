@@ -28,11 +28,12 @@ _LEFT_OUT = frozenset(
         *("_life", "_queue", "ledger"),
         *("outcomes", "refusals", "lost_workers", "throughput", "retry_reservations"),
         *("counter", "charged", "_order", "_active", "_last_leaver"),
-        *("beats", "admitted_at_ms", "ended_at_ms", "first_token_at_ms", "error_message", "_now_ms"),
+        *("beats", "clocks", "pulled_at_ms", "ended_at_ms", "first_token_at_ms", "error_message", "_now_ms"),
     )
 )
 _UNORDERED = frozenset(("cancel_waiters", "askers"))
 _REPORT = re.compile(rb'"(?:admitted|ended|first_token)_at_ms":\d+,?|"error_message":"[^"]*",?')
+_SPANS = re.compile(rb'"admitted_at_ms":(\d+),"publish_within_ms":(\d+),"deadline_ms":(\d+)')
 _DISPATCHED = re.compile(rb'"dispatched_at_ms":\d+,?')
 _INSTANT = re.compile(rb"\b10000\d{8}\b")
 
@@ -40,8 +41,14 @@ _INSTANT = re.compile(rb"\b10000\d{8}\b")
 _encode = msgspec.json.Encoder().encode
 
 
+def _until(found: re.Match[bytes]) -> bytes:
+    """Spans from admission as what they mean: when they are over."""
+    admitted_at, publish_within, deadline = map(int, found.groups())
+    return b'"publish_by_ms":%d,"deadline_at_ms":%d' % (admitted_at + publish_within, admitted_at + deadline)
+
+
 def _reduced(data: bytes) -> bytes:
-    text = _REPORT.sub(b"", data)
+    text = _REPORT.sub(b"", _SPANS.sub(_until, data))
     return _DISPATCHED.sub(b"", text) if b'"outcome"' in text else text
 
 

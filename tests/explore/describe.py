@@ -6,7 +6,7 @@ from typing import Any
 from tests.explore.records import Action
 
 _DULL = re.compile(
-    r'"(?:tenant|key_id|model|endpoint|priority|admitted_at_ms|publish_by_ms|deadline_at_ms|reply|stream_owner|version'
+    r'"(?:tenant|key_id|model|endpoint|priority|admitted_at_ms|publish_within_ms|deadline_ms|reply|stream_owner|version'
     r"|prompt_tokens|max_output_tokens|choices|dispatched_at_ms|ended_at_ms|reserved_tokens|error_message|limits"
     r'|message|slots|kv_tokens|stream)":(?:"[^"]*"|\{[^{}]*\}|[^,{}\[\]]*),?'
 )

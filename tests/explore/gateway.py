@@ -117,9 +117,9 @@ def envelope_of(world: "World", rid: str) -> bytes:
             max_output_tokens=3,
             choices=1,
             priority="interactive",
-            admitted_at_ms=world.now,
-            publish_by_ms=answer.publish_by_ms,
-            deadline_at_ms=answer.deadline_at_ms,
+            admitted_at_ms=answer.admitted_at_ms,
+            publish_within_ms=answer.publish_within_ms,
+            deadline_ms=answer.deadline_ms,
             reply=Reply(subject="reply.v1._gw.g", stream=rid),
             stream_owner=STREAM_OWNER,
         )
@@ -127,7 +127,8 @@ def envelope_of(world: "World", rid: str) -> bytes:
 
 
 def _publish(world: "World", rid: str) -> None:
-    if _admission.decode(find(world, rid).answer).publish_by_ms <= world.now:
+    answer = _admission.decode(find(world, rid).answer)
+    if answer.admitted_at_ms + answer.publish_within_ms <= world.now:
         unconfirmed(world, rid)
         return
     world.store_request(rid, envelope_of(world, rid))

@@ -283,7 +283,7 @@ def _step_core(owner: Owner, op: Op, now: int) -> list[Op]:
         attempt=effect.attempt,
         version=effect.version,
         worker=effect.worker,
-        dispatched_at_ms=now,
+        dispatched_at_ms=request.dispatched_at_ms,
         request=msgspec.structs.replace(request.envelope, body=msgspec.Raw(b"{}")),
     )
     return [("item", encode(item))]
@@ -320,6 +320,8 @@ def _core_output(effect: events.Effect) -> Op:
             return "end", event.request_id, event.attempt, encode(event)
         case events.SendControl(worker, order):
             return "control", worker, encode(order)
+        case events.RiseAbove(epoch):
+            return "rise", epoch.revision
         case events.SendFrame(_, frame):
             return "frame", frame.stream, encode(frame)
     raise TypeError(effect)

@@ -78,6 +78,8 @@ def feed(world: "World", slot: int, op: Op) -> None:
                 world.send(("cancelled", "", rid, data))
             case ("control", worker, data):
                 world.send(("control", slot, sched.epoch, worker, data))
+            case ("rise", _):
+                pass  # A deposed owner's, who may not: nothing is restored here.
             case ("frame", rid, data):
                 world.send(("frame", f"{sched.name}.{sched.epoch}", rid, "", sched.epoch, data))
             case _:

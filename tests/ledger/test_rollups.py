@@ -462,12 +462,12 @@ def ended(outcome: str, completion: int, **changes: Any) -> AttemptEvent:
     request = RequestEnvelope(
         request_id=ids.request_id(at_ms), tenant="t1", key_id="k", model="m1", endpoint="completions", stream=True,
         prompt_tokens=100, max_output_tokens=50, choices=1, priority="interactive", admitted_at_ms=at_ms,
-        publish_by_ms=0, deadline_at_ms=0, reply=Reply(subject="reply.v1.t1.x", stream="s"),
+        publish_within_ms=0, deadline_ms=0, reply=Reply(subject="reply.v1.t1.x", stream="s"),
     )  # fmt: skip
     item = WorkItem(epoch=Epoch(), attempt=1, version="1", worker="w", dispatched_at_ms=at_ms, request=request)
     counts = Counts(prompt_tokens=100, cached_tokens=40, completion_tokens=completion, reasoning_tokens=0)
     ended = outcomes.AttemptOutcome(kind=outcome, **changes)  # type: ignore[arg-type]
-    return outcomes.terminal_event(item, counts, ended, worker="w", frames=1, chunks=1, now_ms=at_ms + 900)
+    return outcomes.terminal_event(item, counts, ended, worker="w", frames=1, chunks=1, pulled_at_ms=0, now_ms=900)
 
 
 FULL = 60 * 140_000 + 40 * 35_000

@@ -52,7 +52,7 @@ class OurNats(NatsServer):
     def __init__(self, binary: str, directory: Path, secrets: Secrets) -> None:
         super().__init__(binary, directory)
         configuration = directory / "nats.conf"
-        nats_config.write_server(configuration, self.url.removeprefix("nats://"), self._store, secrets)
+        nats_config.write_server(configuration, self.url.removeprefix("nats://"), self.store, secrets)
         self._command = [binary, "-c", str(configuration), "-l", str(self._log)]
 
 
@@ -583,8 +583,8 @@ def envelope(request_id: str, **fields: Any) -> RequestEnvelope:
         "choices": 1,
         "priority": "interactive",
         "admitted_at_ms": now_ms,
-        "publish_by_ms": now_ms + 10_000,
-        "deadline_at_ms": now_ms + 60_000,
+        "publish_within_ms": 10_000,
+        "deadline_ms": 60_000,
         "reply": {"subject": f"reply.v1.{TENANT}.test", "stream": request_id},
     }
     return msgspec.convert(values | fields, RequestEnvelope)

@@ -226,7 +226,9 @@ class World:
 
 
 def admitted(**fields: Any) -> AdmissionAnswer:
-    return AdmissionAnswer(admitted=True, epoch=Epoch(1, 1), publish_by_ms=2**45, deadline_at_ms=2**45, **fields)
+    return AdmissionAnswer(
+        admitted=True, epoch=Epoch(1, 1), **{"publish_within_ms": 2**45, "deadline_ms": 2**45, **fields}
+    )
 
 
 def simulated(name: str = MODEL, **fields: Any) -> Manifest:

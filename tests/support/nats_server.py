@@ -24,9 +24,9 @@ class NatsServer:
     """
 
     def __init__(self, binary: str, directory: Path, *arguments: str) -> None:
-        self._store = directory / "jetstream"
+        self.store = directory / "jetstream"
         self._log = directory / "nats.log"
-        self._command = [binary, "-js", "-sd", str(self._store), "-a", "127.0.0.1", "-l", str(self._log)]
+        self._command = [binary, "-js", "-sd", str(self.store), "-a", "127.0.0.1", "-l", str(self._log)]
         self._command += arguments
         self._process: subprocess.Popen[bytes] | None = None
         self.port = free_port()
@@ -83,7 +83,7 @@ class NatsServer:
         """Lose the whole store: streams, buckets, consumers. A running server is killed and started again."""
         running = self._process is not None
         self.stop()
-        shutil.rmtree(self._store, ignore_errors=True)
+        shutil.rmtree(self.store, ignore_errors=True)
         if running:
             self.start()
 

@@ -421,9 +421,9 @@ class World:
             max_output_tokens=asked.max_output_tokens,
             choices=asked.choices,
             priority=asked.priority,
-            admitted_at_ms=self.now,
-            publish_by_ms=answer.publish_by_ms,
-            deadline_at_ms=answer.deadline_at_ms,
+            admitted_at_ms=answer.admitted_at_ms,
+            publish_within_ms=answer.publish_within_ms,
+            deadline_ms=answer.deadline_ms,
             reply=Reply(subject="reply.v1.x", stream=request_id),
             stream_owner=asked.stream_owner,
         )

@@ -13,7 +13,7 @@ from contracts.messages.records import TenantLimits, TenantRecord
 from scheduler.core import events
 from scheduler.core.transitions import TRANSITIONS, InvalidTransition, State, Trigger, mermaid
 from scheduler.effects import work_id
-from tests.support.scheduler_world import World
+from tests.support.scheduler_world import EPOCH, World
 
 ERROR = msgspec.json.Decoder(ErrorData)
 LOST = msgspec.json.Decoder(LostData)
@@ -568,3 +568,18 @@ def test_every_state_can_end() -> None:
     for state in State:
         if state not in (State.NEW, State.ENDING, State.SETTLED):
             assert (state, Trigger.END_PROPOSED) in TRANSITIONS
+
+
+def test_a_worker_that_knows_a_higher_epoch_gets_nothing_and_makes_its_owner_rise() -> None:
+    """The bus was restored from a backup: revisions are given again, and the worker refuses whoever comes with them."""
+    made = World()
+    worker = made.start_worker()
+    worker.epoch = Epoch(EPOCH.era, EPOCH.revision + 5_000)
+    assert events.RiseAbove(worker.epoch) in made.core.step(events.WorkerSeen(worker.beat()), made.now)
+    request_id = made.submit()
+    assert made.core.requests[request_id].state is State.QUEUED
+    evicted = made.ready_worker()
+    made.silence()
+    assert evicted.name in made.core.pool.evicted
+    evicted.epoch = worker.epoch
+    assert events.RiseAbove(worker.epoch) in made.core.step(events.WorkerSeen(evicted.beat()), made.now)

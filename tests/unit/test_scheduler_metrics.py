@@ -28,7 +28,7 @@ def test_all_figures_of_a_model() -> None:
     for _ in range(8):
         world.now += 500
         world.feed(events.WorkerSeen(first.beat()))
-        world.feed(events.LoopbackSeen())
+        world.feed(events.LoopbackSeen(world.now - 2_500))
     assert shown(world) == {
         ("headrace_requests_waiting", "m"): 0,
         ("headrace_requests_running", "m"): 2,
@@ -38,6 +38,7 @@ def test_all_figures_of_a_model() -> None:
         ("headrace_lost_workers_total", "m"): 1,
         ("headrace_refusals_total", "m", "permission_denied"): 1,
         ("headrace_requests_ended_total", "m", "completed"): 1,
+        ("headrace_clock_skew_seconds", "m", "s"): -2.5,
     }
 
 

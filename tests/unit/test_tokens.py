@@ -32,8 +32,8 @@ def envelope(prompt: int, output: int, choices: int) -> RequestEnvelope:
         choices=choices,
         priority="interactive",
         admitted_at_ms=0,
-        publish_by_ms=1000,
-        deadline_at_ms=60_000,
+        publish_within_ms=1000,
+        deadline_ms=60_000,
         reply=Reply(subject="reply.v1._gw.g", stream="r"),
     )
 
@@ -49,7 +49,7 @@ def test_both_writers_of_events_name_the_same_reservation(prompt: int, output: i
     request = envelope(prompt, output, choices)
     item = WorkItem(epoch=Epoch(1, 1), attempt=1, version="v1", worker="w", dispatched_at_ms=0, request=request)
     ours = worker_outcomes.terminal_event(
-        item, Counts(), worker_outcomes.SHUTTING_DOWN, worker="w", frames=0, chunks=0, now_ms=1
+        item, Counts(), worker_outcomes.SHUTTING_DOWN, worker="w", frames=0, chunks=0, pulled_at_ms=0, now_ms=1
     )
     theirs = scheduler_outcomes.proposed(
         Request(request), 1, "expired", "deadline_exceeded", "late", version="v1", worker_died=False, now_ms=1

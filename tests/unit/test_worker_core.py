@@ -48,6 +48,9 @@ from worker.engines.base import (
 )
 
 NOW = 1_700_000_000_000
+"""By the clock of the scheduler."""
+PULLED = 5_000
+"""By the worker's own, at each step that says nothing else."""
 DEAD = EngineFailure("engine_error", "died", retryable=True, engine_death=True)
 
 
@@ -74,8 +77,8 @@ def item(
         choices=choices,
         priority="interactive",
         admitted_at_ms=NOW - 20,
-        publish_by_ms=NOW + 1000,
-        deadline_at_ms=NOW + 60_000,
+        publish_within_ms=1000,
+        deadline_ms=60_000,
         reply=Reply(subject="reply.v1._gw.g", stream=request_id),
         client_request_id="c-1",
         **fields,
@@ -107,8 +110,8 @@ class World:
         if ready:
             self.step(EngineStarted(slots=slots, kv_tokens=kv_tokens))
 
-    def step(self, event: Event | EngineEvent) -> list[Effect]:
-        effects = self.core.step(event, NOW)
+    def step(self, event: Event | EngineEvent, now_ms: int = PULLED) -> list[Effect]:
+        effects = self.core.step(event, now_ms)
         for effect in effects:
             self.perform(effect)
         assert not list(self.core.violations())
@@ -157,10 +160,12 @@ class World:
         self.pulled.append((work.request.request_id, work.attempt))
         return self.step(WorkPulled(item=work, delivery=delivery))
 
-    def end(self, key: Key, *, frames: int = 1, chunks: int = 0, failure: EngineFailure | None = None) -> list[Effect]:
+    def end(
+        self, key: Key, *, frames: int = 1, chunks: int = 0, failure: EngineFailure | None = None, now_ms: int = PULLED
+    ) -> list[Effect]:
         del self.runs[key]
         self.stopping.discard(key)
-        return self.step(AttemptEnded(key=key, frames=frames, chunks=chunks, failure=failure))
+        return self.step(AttemptEnded(key=key, frames=frames, chunks=chunks, failure=failure), now_ms)
 
     def decide(self, key: Key, *, won: bool = True) -> list[Effect]:
         del self.storing[key]
@@ -197,15 +202,15 @@ def test_a_completed_attempt_is_stored_then_closed_then_acknowledged() -> None:
     assert kinds(world.pull(item())) == [StartAttempt]
     counts = world.runs[R1]
     counts.prompt_tokens, counts.cached_tokens, counts.completion_tokens = 10, 8, 3
-    counts.first_token_at_ms, counts.finish_reason = NOW - 5, "stop"
-    event = only(world.end(R1, frames=4, chunks=3), StoreEvent).event
+    counts.first_token_at_ms, counts.finish_reason = PULLED + 5, "stop"
+    event = only(world.end(R1, frames=4, chunks=3, now_ms=PULLED + 10), StoreEvent).event
     assert (event.outcome, event.reporter, event.worker) == ("completed", "worker", "w-1")
     assert event.billable and not event.retryable
     assert (event.prompt_tokens, event.cached_tokens, event.completion_tokens) == (10, 8, 3)
     assert event.last_seq == 4
     assert event.reserved_tokens == 20
     times = (event.admitted_at_ms, event.dispatched_at_ms, event.first_token_at_ms, event.ended_at_ms)
-    assert times == (NOW - 20, NOW - 10, NOW - 5, NOW)
+    assert times == (NOW - 20, NOW - 10, NOW - 5, NOW), "of one clock, whatever the worker's own says"
     effects = world.decide(R1)
     assert kinds(effects) == [CloseStream, AckWork, SendHeartbeat]
     assert only(effects, CloseStream).last == EndData(
@@ -271,9 +276,9 @@ def test_an_impossible_event_tells_the_history() -> None:
     world = World()
     world.pull(item())
     with pytest.raises(BrokenLifecycle, match=r"running.*WorkPulled"):
-        world.core.step(EventStored(key=R1, won=True), NOW)
+        world.core.step(EventStored(key=R1, won=True), PULLED)
     with pytest.raises(BrokenLifecycle, match="not in flight"):
-        world.core.step(AttemptEnded(key=R2, frames=0, chunks=0), NOW)
+        world.core.step(AttemptEnded(key=R2, frames=0, chunks=0), PULLED)
 
 
 # Room ------------------------------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ def request(request_id: str = "r1", *, tenant: str = "t", subject: str = "reply.
         choices=1,
         priority="batch",
         admitted_at_ms=0,
-        publish_by_ms=0,
-        deadline_at_ms=0,
+        publish_within_ms=0,
+        deadline_ms=0,
         reply=Reply(subject=subject, stream=request_id),
     )
 

@@ -38,6 +38,8 @@ class InFlight(msgspec.Struct, kw_only=True):
     deliveries: list[int]
     stage: Stage = "waiting"
     counts: Counts
+    pulled_at_ms: int
+    """By the worker's monotonic clock, from which the spans of its event are counted."""
     outcome: AttemptOutcome | None = None
     event: AttemptEvent | None = None
     askers: list[Any]
@@ -95,12 +97,13 @@ class Attempts:
         """Slots that nothing in flight takes; what waits or is being stored takes some, too."""
         return max(0, self.slots - self._slots_in_flight)
 
-    def add(self, item: WorkItem, delivery: int) -> InFlight:
+    def add(self, item: WorkItem, delivery: int, now_ms: int) -> InFlight:
         """Take in a new attempt, as the last one that waits."""
         attempt = InFlight(
             item=item,
             deliveries=[delivery],
             counts=Counts(),
+            pulled_at_ms=now_ms,
             askers=[],
             slots=max(1, min(item.request.choices, self.slots)),
             tokens=reserved_tokens(item.request),

@@ -62,7 +62,7 @@ class WorkerCore:
         ]
 
     def step(self, event: Event | EngineEvent, now_ms: int) -> list[Effect]:
-        """What to do about ``event``. ``now_ms``: Unix ms, only written into terminal events."""
+        """What to do about ``event``. ``now_ms``: monotonic, and of it only spans are told."""
         self._now_ms = now_ms
         self._history.append((type(event).__name__, getattr(event, "key", None)))
         match event:
@@ -106,7 +106,7 @@ class WorkerCore:
             self._give_up(event.delivery, settled=tombstone == "settled")
             return
         self.epoch = item.epoch
-        attempt = self.attempts.add(item, event.delivery)
+        attempt = self.attempts.add(item, event.delivery, self._now_ms)
         if refusal := self._refusal(item.request):
             self._end(attempt, refusal)
 
@@ -149,7 +149,14 @@ class WorkerCore:
         self.attempts.leave_engine(attempt)
         attempt.outcome = outcome
         attempt.event = outcomes.terminal_event(
-            attempt.item, attempt.counts, outcome, worker=self.worker, frames=frames, chunks=chunks, now_ms=self._now_ms
+            attempt.item,
+            attempt.counts,
+            outcome,
+            worker=self.worker,
+            frames=frames,
+            chunks=chunks,
+            pulled_at_ms=attempt.pulled_at_ms,
+            now_ms=self._now_ms,
         )
         self._effects.append(events.StoreEvent(key=attempt.key, event=attempt.event))
 

@@ -83,14 +83,24 @@ def reserved_tokens(request: RequestEnvelope) -> int:
 
 
 def terminal_event(
-    item: WorkItem, counts: Counts, outcome: AttemptOutcome, *, worker: str, frames: int, chunks: int, now_ms: int
+    item: WorkItem,
+    counts: Counts,
+    outcome: AttemptOutcome,
+    *,
+    worker: str,
+    frames: int,
+    chunks: int,
+    pulled_at_ms: int,
+    now_ms: int,
 ) -> AttemptEvent:
     """The attempt's row, after ``frames`` frames with ``chunks`` chunks among them.
 
     Billed is what completed, and what its caller cancelled after the first token. A retryable one gets no closing
-    frame.
+    frame. Its times are the dispatch's, by the owner's clock, and what has passed since the pull by ours: what lies
+    between the two, milliseconds, counts to neither.
     """
     request = item.request
+    base_ms = item.dispatched_at_ms - pulled_at_ms
     unsent = not (request.stream and chunks)
     retryable = outcome.retry == "always" or (outcome.retry == "unsent" and unsent)
     paid_for = outcome.kind == "completed" or (outcome.kind == "cancelled" and counts.completion_tokens > 0)
@@ -113,8 +123,8 @@ def terminal_event(
         last_seq=frames - 1 if retryable else frames,
         admitted_at_ms=request.admitted_at_ms,
         dispatched_at_ms=item.dispatched_at_ms,
-        first_token_at_ms=counts.first_token_at_ms,
-        ended_at_ms=now_ms,
+        first_token_at_ms=counts.first_token_at_ms and base_ms + counts.first_token_at_ms,
+        ended_at_ms=base_ms + now_ms,
         client_request_id=request.client_request_id,
     )
 

@@ -35,7 +35,7 @@ class Counts(msgspec.Struct, kw_only=True):
     completion_tokens: int = 0
     reasoning_tokens: int = 0
     first_token_at_ms: int = 0
-    """Unix ms when the engine gave the first token; 0 before."""
+    """When the engine gave the first token, by ``clock.monotonic_ms``; 0 before."""
     finish_reason: str = ""
 
 

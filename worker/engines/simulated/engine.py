@@ -191,7 +191,7 @@ class _Attempt:
         if kind != "empty":
             counts.completion_tokens += 1
         if not counts.first_token_at_ms:
-            counts.first_token_at_ms = clock.now_ms()
+            counts.first_token_at_ms = clock.monotonic_ms()
             counts.prompt_tokens = sum(self._request.prompts)
         if sequence.given <= 1 and sequence.index % self._request.n == 0:
             counts.cached_tokens += sequence.cached_tokens

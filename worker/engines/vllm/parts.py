@@ -62,7 +62,7 @@ class Record:
             if completion.finish_reason:
                 counts.finish_reason = completion.finish_reason
         if counts.completion_tokens and not counts.first_token_at_ms:
-            counts.first_token_at_ms = clock.now_ms()
+            counts.first_token_at_ms = clock.monotonic_ms()
 
 
 _RECORD: contextvars.ContextVar[Record] = contextvars.ContextVar("vllm_record")
