@@ -44,6 +44,11 @@ _invoice_queries: Codec[InvoiceQuery] = Codec(InvoiceQuery)
 _explain_queries: Codec[ExplainQuery] = Codec(ExplainQuery)
 _encode = msgspec.json.Encoder().encode
 
+ID_CHARS_MAX = 256
+"""Longer than any id that a gateway takes or gives."""
+OTHERS_MAX = 5
+"""How many other requests with the same id of a caller's are named."""
+
 Q = TypeVar("Q", UsageQuery, LatencyQuery, InvoiceQuery)
 
 
@@ -145,12 +150,14 @@ class QueryApi:
 
     async def explain(self, request_id: str, tenant: str | None) -> ExplainAnswer:
         """What became of a request; another tenant's is as one that does not exist. ``tenant`` None: for operators."""
-        try:
-            number = rows.request_number(request_id)
-        except ValueError as error:
-            raise BadQuery(str(error)) from error
-        query = queries.request(number, rows.requested_at_ms(number), tenant, list(rows.EVENT_COLUMNS.values()))
-        found = await self._store.select(query)
+        if not 0 < len(request_id) <= ID_CHARS_MAX:
+            raise BadQuery(f"an id has 1 to {ID_CHARS_MAX} characters")
+        others: list[str] = []
+        found = await self._attempts(rows.request_id_at_the_end(request_id), tenant)
+        if not found:
+            same = await self._store.select(queries.own_id(request_id, tenant, OTHERS_MAX + 1))
+            newest, *others = [of for (of,) in same] or [""]
+            found = await self._attempts(newest, tenant)
         if not found:
             text = "the ledger holds no attempt of this request: it was refused, has not ended, or never came"
             return ExplainAnswer(error=text, code="not_found")
@@ -159,10 +166,18 @@ class QueryApi:
         currency = next((values[-2] for values in found if values[-2]), "")
         return ExplainAnswer(
             attempts=events,
-            text=explain.explain(events, amount, currency),
+            text=explain.explain(events, amount, currency, others),
             amount=money.decimal(amount),
             currency=currency,
         )
+
+    async def _attempts(self, request_id: str, tenant: str | None) -> list[tuple[Any, ...]]:
+        """Rows of ``queries.request``; none for an empty id."""
+        if not request_id:
+            return []
+        number = rows.request_number(request_id)
+        query = queries.request(number, rows.requested_at_ms(number), tenant, list(rows.EVENT_COLUMNS.values()))
+        return await self._store.select(query)
 
 
 def _of(query: Q, tenant: str | None) -> Q:

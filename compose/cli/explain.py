@@ -8,7 +8,9 @@ from compose.cli.common import DataDirOption, JsonOption, on_bus, show
 
 
 def explain(
-    request_id: Annotated[str, typer.Argument(metavar="REQUEST_ID")],
+    request_id: Annotated[
+        str, typer.Argument(metavar="ID", help="Of the answer (header or body), or the caller's own.")
+    ],
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:

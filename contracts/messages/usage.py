@@ -178,6 +178,9 @@ class ExplainQuery(Message, frozen=True, kw_only=True):
     """Anyone -> ledger, ``usage.v1.of.<tenant>.explain``: what became of a request."""
 
     request_id: str
+    """Any id of it: the ``x-request-id`` of its answer, the id in its body, or the one that its caller gave. At most
+    256 characters. Of several requests that a caller gave one id the newest is told.
+    """
 
 
 class ExplainAnswer(LedgerAnswer, frozen=True, kw_only=True):

@@ -19,8 +19,11 @@ _WHY_CANCELLED = {
 }
 
 
-def explain(attempts: Sequence[AttemptEvent], amount_pico: int, currency: str) -> list[str]:
-    """A line for the request, one or two for each attempt, and one for what is charged. ``attempts`` is not empty."""
+def explain(attempts: Sequence[AttemptEvent], amount_pico: int, currency: str, others: Sequence[str] = ()) -> list[str]:
+    """A line for the request, one or two for each attempt, and one for what is charged. ``attempts`` is not empty.
+
+    ``others``: request ids to which the caller gave the same id before.
+    """
     first, last = attempts[0], attempts[-1]
     lines = [
         f"Request {first.request_id} of tenant {first.tenant} (key {first.key_id}): {first.endpoint} with model "
@@ -28,6 +31,8 @@ def explain(attempts: Sequence[AttemptEvent], amount_pico: int, currency: str) -
     ]
     if first.client_request_id:
         lines.append(f"The caller's own id is {first.client_request_id}.")
+    if others:
+        lines.append(f"The caller gave that id before, too: {', '.join(others)}.")
     if first.admitted_at_ms:
         admitted = f"Admitted at {_instant(first.admitted_at_ms)}; {first.reserved_tokens} tokens reserved."
         lines.append(f"{admitted} Times count from then.")

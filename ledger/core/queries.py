@@ -247,6 +247,17 @@ def request(request_id: int, requested_at_ms: int, tenant: str | None, columns: 
     return Query(text, parameters)
 
 
+def own_id(text: str, tenant: str | None, limit: int) -> Query:
+    """Requests that their callers gave this id, the newest first. One column: the request id."""
+    of_tenant = "" if tenant is None else " AND tenant = {tenant:String}"
+    parameters: dict[str, object] = {"id": text, "limit": limit} | ({} if tenant is None else {"tenant": tenant})
+    sql = (
+        "SELECT toString(request_id) FROM attempts WHERE client_request_id = {id:String}"
+        f"{of_tenant} GROUP BY request_id ORDER BY max(requested_at) DESC LIMIT {{limit:UInt64}}"
+    )
+    return Query(sql, parameters)
+
+
 _HAPPENED = "toUnixTimestamp64Milli({}) > 0"
 _SPAN = "greatest(0., toFloat64(toUnixTimestamp64Milli({1}) - toUnixTimestamp64Milli({0})))"
 _PER_CHOICE = "completion_tokens / greatest(choices, 1)"

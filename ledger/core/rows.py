@@ -206,6 +206,12 @@ def request_number(request_id: str) -> int:
     return int(request_id.replace("-", ""), 16)
 
 
+def request_id_at_the_end(text: str) -> str:
+    """The request id that an answer's id ends with, as in ``chatcmpl-<request id>``; empty when there is none."""
+    found = text[-36:].lower()
+    return found if _UUID7.fullmatch(found) else ""
+
+
 def requested_at_ms(request_number: int) -> int:
     """The time inside a request id, as the table's key holds it."""
     return min(max(request_number >> 80, REQUESTED_MS_MIN), REQUESTED_MS_MAX)

@@ -41,6 +41,7 @@ CREATE TABLE IF NOT EXISTS attempts
     time_flag          LowCardinality(String) COMMENT 'late, ahead or behind: see the README; empty: times are plausible',
     client_request_id  String CODEC(ZSTD(1)),
     precedence         UInt64 CODEC(ZSTD(1)) COMMENT 'Greatest wins: earliest stored',
+    INDEX own_id client_request_id TYPE bloom_filter(0.01) GRANULARITY 1,
     INDEX admitted_at_range admitted_at TYPE minmax GRANULARITY 1
 )
 ENGINE = ReplacingMergeTree(precedence)

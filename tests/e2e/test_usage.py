@@ -8,6 +8,7 @@ import stat
 import time
 from collections.abc import Iterator
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,28 @@ def test_a_request_is_explained(used: Stack) -> None:
     for unknown in (ids.request_id(), "nonsense"):
         assert used.cli("explain", unknown).returncode == 1
     assert used.cli_json("ledger", "dead") == []
+
+
+def _explained(stack: Stack, any_id: str) -> str:
+    return stack.cli("explain", any_id).stdout
+
+
+def test_d18_any_id_that_a_caller_has_finds_the_request(used: Stack) -> None:
+    chat = {"model": used.model, "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]}
+    text = {"model": used.model, "max_tokens": 2, "prompt": "x"}
+    with used.client() as client:
+        answers = [
+            client.post(f"/v1/{path}", json=body, headers={"x-request-id": "d18"})
+            for path, body in (("chat/completions", chat), ("completions", text))
+        ]
+    first, second = (answer.headers["x-request-id"] for answer in answers)
+    for answer, request_id in zip(answers, (first, second), strict=True):
+        of_body = answer.json()["id"]
+        assert of_body != request_id
+        found = wait_until(partial(_explained, used, of_body), "it is found by its body's id")
+        assert f"Request {request_id} " in found
+    found = used.cli("explain", "d18").stdout
+    assert f"Request {second} " in found and f"The caller gave that id before, too: {first}." in found
 
 
 def test_usage_over_http_is_ones_own_and_ranges_are_exact(used: Stack) -> None:

@@ -519,5 +519,24 @@ async def test_a_request_is_explained_to_its_own_tenant_only(store: Store, query
     other = await query_api.explain(event.request_id, "t2")
     assert other == await query_api.explain(ids.request_id(), "t2")
     assert (other.code, other.attempts) == ("not_found", [])
-    with pytest.raises(BadQuery):
-        await query_api.explain("' OR 1", None)
+    assert await query_api.explain("' OR '' = '", None) == other
+    for text in ("", "x" * 257):
+        with pytest.raises(BadQuery):
+            await query_api.explain(text, None)
+
+
+async def test_an_id_of_the_callers_finds_the_newest_of_its_own_tenant(store: Store, query_api: QueryApi) -> None:
+    at_ms, event = ms("2026-11-02T10:00:00"), ended("completed", 10)
+    mine = [
+        msgspec.structs.replace(event, client_request_id="mine", request_id=ids.request_id(at_ms + number))
+        for number in range(4)
+    ]
+    theirs = msgspec.structs.replace(mine.pop(), tenant="t2")
+    await store.insert([row(event) for event in (*mine, theirs)])
+    newest, *before = sorted((event.request_id for event in mine), reverse=True)
+    found = await query_api.explain("mine", "t1")
+    assert [attempt.request_id for attempt in found.attempts] == [newest]
+    assert f"before, too: {', '.join(before)}." in "\n".join(found.text)
+    assert (await query_api.explain("mine", "t3")).code == "not_found"
+    body_id = await query_api.explain(f"chatcmpl-{before[0]}", "t1")
+    assert [attempt.request_id for attempt in body_id.attempts] == [before[0]]
