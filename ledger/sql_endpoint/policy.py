@@ -106,6 +106,8 @@ _CLIENT_SETTING = re.compile(
 """Settings that a client may send: how answers look. Others are ignored: those of templates and schemas read and
 write files (``output_format_schema`` too), the rest cannot be changed here."""
 
+_TIME_ZONE = re.compile(r"[A-Za-z0-9_+/-]{1,64}\Z")
+
 _TOKEN = re.compile(r"'(?:[^'\\]|\\.)*'|`((?:[^`\\]|\\.)*)`|([A-Za-z_][A-Za-z0-9_]*)|(.)", re.DOTALL)
 
 
@@ -167,8 +169,12 @@ def client_settings(parameters: Mapping[str, str]) -> dict[str, str]:
 
 
 def limits(parameters: Mapping[str, str]) -> dict[str, str]:
-    """LIMITS, narrower where the client asks for it."""
+    """LIMITS, narrower where the client asks for it, and in the client's time zone; raises Forbidden if it is none."""
     narrowed = dict(LIMITS)
+    if zone := parameters.get("session_timezone"):
+        if not _TIME_ZONE.match(zone):
+            raise Forbidden("session_timezone: this is no time zone")
+        narrowed["session_timezone"] = f"'{zone}'"  # the engine refuses what it does not know
     for name in _LOWERED:
         asked = parameters.get(name, "")
         if asked.isascii() and asked.isdecimal() and 0 < int(asked) < int(LIMITS[name]):

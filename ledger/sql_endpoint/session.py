@@ -103,6 +103,7 @@ class Sessions:
             statement = printed.data.decode().rstrip("\n")
             try:
                 policy.check(statement, self._functions, self._databases)
+                limits = policy.limits(parameters)
             except policy.Forbidden as error:
                 raise Failed(164, "READONLY", str(error)) from error
             kind = policy.format_of(statement, parameters.get("default_format") or "TabSeparated")
@@ -110,7 +111,7 @@ class Sessions:
                 raise Failed(73, "UNKNOWN_FORMAT", f"Unknown format {kind}")
             values = {name[6:]: value for name, value in parameters.items() if name.startswith("param_")}
             settings = policy.client_settings(parameters) | {"log_comment": mark}
-            return self._perform(statement, kind, values, settings, policy.limits(parameters))
+            return self._perform(statement, kind, values, settings, limits)
         finally:
             metrics.SQL_SECONDS.observe(time.monotonic() - started)
 

@@ -112,6 +112,19 @@ def test_what_analysts_ask(http_client: httpx.Client, query: str, params: dict[s
     assert (answer.status_code, answer.text) == (200, text)
 
 
+def test_d30_a_session_has_its_time_zone_or_an_error(http_client: httpx.Client, endpoint: SqlEndpoint) -> None:
+    query = "SELECT timezone(), toString(toDateTime(0)), toString(toDateTime64(0, 3, 'UTC'))"
+    found = ask(http_client, query, session_timezone="America/New_York")
+    assert found.text == "America/New_York\t1969-12-31 19:00:00\t1970-01-01 00:00:00.000\n"
+    for unknown in ("Nowhere/Land", "' , readonly = 0 --", "x" * 65):
+        answer = ask(http_client, "SELECT 1", session_timezone=unknown)
+        assert answer.status_code >= 400 and "time zone" in answer.text
+    host, port = endpoint.address.split(":")
+    connect = {"host": host, "port": int(port), "username": "ann", "password": "secret"}
+    with pytest.raises(clickhouse_connect.driver.exceptions.ProgrammingError, match="session_timezone is readonly"):
+        clickhouse_connect.get_client(**connect, settings={"session_timezone": "America/New_York"})
+
+
 def test_query_by_get_and_split_between_url_and_body(http_client: httpx.Client) -> None:
     assert http_client.get("/", params={"query": "SELECT 1"}).text == "1\n"
     assert http_client.post("/", content="1", params={"query": "SELECT"}).text == "1\n"
