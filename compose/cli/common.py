@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import os
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -74,6 +75,9 @@ def _plain(value: object) -> object:
     return value
 
 
+_NUMBER = re.compile(r"-\d+(\.\d+)?\Z", re.ASCII)
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Plain columns, never cut; column names in capitals."""
     lines = [[name.upper().replace("_", " ") for name in head], *([str(cell) for cell in row] for row in rows)]
@@ -84,9 +88,16 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def csv_text(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Lines of CSV (RFC 4180), without the last line end."""
-    csv.writer(text := io.StringIO()).writerows([head, *rows])
+    """Lines of CSV (RFC 4180), without the last line end. What a spreadsheet would take for a formula is made text."""
+    csv.writer(text := io.StringIO()).writerows([head, *([_no_formula(cell) for cell in row] for row in rows)])
     return text.getvalue().removesuffix("\r\n")
+
+
+def _no_formula(cell: Any) -> Any:
+    """With an apostrophe in front, as spreadsheets mark text; amounts below zero stay numbers."""
+    if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return cell
+    return cell if _NUMBER.match(cell) else f"'{cell}"
 
 
 def names(text: str) -> list[str]:

@@ -23,6 +23,7 @@ from ledger.config import LedgerConfig
 from ledger.core import queries
 from ledger.core.rows import UINT32_MAX, Row, Source, row_of
 from ledger.store import Away, BadValues, Owned, Store, _patiently, migrate, migrations
+from tests.support.polling import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -162,6 +163,20 @@ async def test_one_insert_may_span_more_months_than_clickhouse_likes(directory: 
         await store.insert([row(tenant, stamp) for stamp in stamps])
         plan = await rollups.plan(store, 0, ms("2200-01-01"))
         assert len(await store.select(queries.month_tokens(plan, {tenant}))) == 1
+
+
+async def test_d34_a_slow_drip_levels_off(directory: Path, tenant: str) -> None:
+    """One row at a time, as a small load writes them: the engine merges as fast as they come."""
+    parts = "SELECT table, count() FROM system.parts WHERE active AND database = 'headrace' GROUP BY table"
+    async with opened(directory) as store:
+        for number in range(120):
+            await store.insert([row(tenant, "2026-11-01T10:00:00", seq=number + 1)])
+
+        async def few() -> bool:
+            found = dict(await store.select(queries.Query(parts, {})))
+            return found["attempts"] > 0 and max(found.values()) < 50
+
+        await until(few, "merges")
 
 
 async def test_content_that_clickhouse_refuses_is_told_apart(directory: Path, tenant: str) -> None:
