@@ -19,6 +19,10 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     """Addresses of the admin API, which is served nowhere else; none: not by this gateway."""
     tls_cert_file: str = ""
     tls_key_file: str = ""
+    connections_max: Count = 4096
+    """Open connections of callers, at each of both addresses: each may cost 100 KB."""
+    connections_per_address_max: Count = 1024
+    """Of one client's address; raise it when a proxy in front is the only client."""
     cors_origins: tuple[str, ...] = ("*",)
     """Origins whose pages may call the API; ``*`` is all: a key in a header, not a cookie, authenticates."""
     grace_s: Annotated[float, Meta(ge=0)] = 25.0

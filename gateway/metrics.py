@@ -23,6 +23,8 @@ FIRST_TOKEN = Histogram(
     ["model"],
     buckets=_SECONDS,
 )
+CONNECTIONS = Gauge("headrace_connections", "Open connections of callers")
+CONNECTIONS_REFUSED = Counter("headrace_connections_refused", "Connections beyond a bound", ["bound"])
 STREAMS = Gauge("headrace_streams", "Answers under way")
 ERRORS = Counter("headrace_http_errors", "HTTP answers that are errors, and streams that ended with one", ["code"])
 COUNTING = Histogram("headrace_prompt_counting_seconds", "Counting of prompt tokens", buckets=_SECONDS)

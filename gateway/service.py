@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-from typing import Any
 
 import structlog
 
@@ -77,26 +76,20 @@ class Gateway:
         await self._hub.start()
         await self._ingress.start()
         self._readiness.start()
-        listeners = [
-            (server.make(routes.public(self._services, self._inference, (usage.own,)), self._config), public),
-            (server.make(routes.private(self._services, (usage.everyones, admin.router)), self._config), private),
-        ]
+        callers = server.Server(routes.public(self._services, self._inference, (usage.own,)), public, self._config)
+        operators = server.Server(
+            routes.private(self._services, (usage.everyones, admin.router)), private, self._config
+        )
         gc.freeze()  # What stands so far is never looked at again: a full collection would pause streams for 30 ms.
-        serving: asyncio.Future[Any] = asyncio.gather(*(http.serve(sockets) for http, sockets in listeners))
-        begun: asyncio.Future[Any] = asyncio.gather(*(http.serving.wait() for http, _ in listeners))
-        stopping: asyncio.Future[Any] = asyncio.create_task(self._stopping.wait())
-        await asyncio.wait([serving, begun, stopping], return_when=asyncio.FIRST_COMPLETED)
-        self.addresses, self.admin_addresses = server.addresses(public), server.addresses(private)
+        for each in (callers, operators):
+            each.start()
+        self.addresses, self.admin_addresses = callers.addresses, operators.addresses
         _log.info(
             "gateway_started", incarnation=self._hub.incarnation, listen=self.addresses, admin=self.admin_addresses
         )
-        await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+        await self._stopping.wait()
         await self._drain()
-        for http, _ in listeners:
-            http.should_exit = True
-        await serving
-        for waiter in (begun, stopping):
-            waiter.cancel()
+        await asyncio.gather(callers.close(), operators.close())
         await self._close()
 
     async def _drain(self) -> None:

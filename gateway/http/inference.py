@@ -159,7 +159,7 @@ async def _write_answer(exchange: Exchange, stream: GatewayStream, caller: Calle
 
 
 def _deadline_ms(headers: Headers) -> int | None:
-    given = [value.strip() for name, value in headers if name == b"x-headrace-deadline-ms"]
+    given = [value for name, value in headers if name == b"x-headrace-deadline-ms"]
     if not given:
         return None
     if len(given) == 1 and given[0].isdigit() and 0 < int(given[0][:12]) <= DEADLINE_MS_MAX:

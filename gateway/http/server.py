@@ -1,162 +1,198 @@
-"""uvicorn as we run it: our sockets, our signals, and a bound on what comes before a request's body."""
+"""Sockets and who may connect to them: bounds on connections in all and by address, TLS, and the orderly end."""
 
 import asyncio
 import contextlib
-import http
-import logging
-import re
+import errno
+import ipaddress
+import resource
 import socket
-import sys
-from collections.abc import Iterator
+import ssl
+from collections import Counter
+from collections.abc import Coroutine
 from typing import Any
 
-import msgspec
-import uvicorn
+import structlog
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from contracts import errors, ids
+from gateway import metrics
 from gateway.config import GatewayConfig
+from gateway.http.connection import Connection, answer_head
 
-KEEP_ALIVE_S = 90
-"""Longer than proxies and client pools keep an idle connection (60 to 75 s), so that they close it, not we."""
-HEAD_BYTES_MAX = 64 << 10
-HEAD_S_MAX = 30.0
-"""From a head's first byte to its last: far more than any network needs (a guess)."""
 BACKLOG = 4096
+ACCEPT_AT_ONCE = 32
+"""Connections that are taken before others have their turn."""
+NO_DESCRIPTOR_S = 0.1
+"""Pause of accepting when there is no file descriptor left."""
+HANDSHAKE_S = 10.0
 UNACKED_MS_MAX = 60_000
 """A peer that takes no byte for so long has left (TCP_USER_TIMEOUT; counts a closed window, too)."""
+END_S = 2.0
+"""Connections whose answers should have ended have so long to write them out."""
+
+_FULL = answer_head(503, [(b"content-length", b"0"), (b"retry-after", b"1"), (b"connection", b"close")])
+
+_log = structlog.get_logger()
 
 
-_UPGRADE = re.compile(rb"(?i)\r\nupgrade:")
+class Server:
+    """Serves one application at ``sockets`` from ``start`` to ``close``."""
+
+    def __init__(self, app: ASGIApp, sockets: list[socket.socket], config: GatewayConfig) -> None:
+        self.app = app
+        self._sockets = sockets
+        self._tls = _tls(config) if config.tls_cert_file else None
+        self.scheme = "https" if self._tls else "http"
+        self._max = config.connections_max
+        self._address_max = config.connections_per_address_max
+        self._open: dict[Connection, str] = {}
+        """With the addresses that they count for."""
+        self._waiting: dict[Connection, None] = {}
+        """Those without a request under way, the longest waiting first."""
+        self._empty = asyncio.Event()
+        self._by_address: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Handshakes and requests; the event loop alone would forget them."""
+
+    @property
+    def addresses(self) -> list[str]:
+        """host:port of each socket."""
+        return [f"{opened.getsockname()[0]}:{opened.getsockname()[1]}" for opened in self._sockets]
+
+    def start(self) -> None:
+        """Take connections."""
+        _allow_descriptors(self._max)
+        for listening in self._sockets:
+            listening.listen(BACKLOG)
+            self._watch(listening)
+
+    async def close(self) -> None:
+        """Take no more connections; returns when all are closed: those without an answer under way, at once."""
+        for listening in self._sockets:
+            asyncio.get_running_loop().remove_reader(listening)
+            listening.close()
+        for connection in list(self._open):
+            connection.shut_down()
+        if self._open:
+            self._empty.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._empty.wait(), END_S)
+        for connection in list(self._open):
+            connection.abort()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _watch(self, listening: socket.socket) -> None:
+        if listening.fileno() >= 0:  # not closed meanwhile
+            asyncio.get_running_loop().add_reader(listening, self._accept, listening)
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(ACCEPT_AT_ONCE):
+            try:
+                opened, address = listening.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    raise
+                _log.error("connections_cannot_be_taken", reason=str(error))
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(listening)
+                loop.call_later(NO_DESCRIPTOR_S, self._watch, listening)
+                return
+            opened.setblocking(False)
+            self._admit(opened, address[:2])
+
+    def _admit(self, opened: socket.socket, client: tuple[str, int]) -> None:
+        address = _counted_as(client[0])
+        reason = ""
+        if self._by_address[address] >= self._address_max:
+            reason = "address"
+        elif len(self._open) >= self._max and not self._make_room():
+            reason = "all"
+        if reason:
+            metrics.CONNECTIONS_REFUSED.labels(reason).inc()
+            with contextlib.suppress(OSError):
+                if self._tls is None:
+                    opened.send(_FULL)
+            opened.close()
+            return
+        connection = Connection(self, client)
+        self._open[connection] = address
+        self._by_address[address] += 1
+        metrics.CONNECTIONS.inc()
+        self._run(self._connect(connection, opened))
+
+    async def _connect(self, connection: Connection, opened: socket.socket) -> None:
+        """Until the connection can be read: with TLS, until both sides have shaken hands."""
+        tls = {"ssl": self._tls, "ssl_handshake_timeout": HANDSHAKE_S} if self._tls else {}
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, opened, **tls)  # type: ignore[arg-type]
+        except OSError:  # of TLS, too; the caller's affair
+            self.lost(connection)
+            opened.close()
+
+    def _make_room(self) -> bool:
+        """Close the connection that has waited the longest for a request; whether there is one."""
+        if not self._waiting:
+            return False
+        connection = next(iter(self._waiting))
+        connection.close()
+        self.lost(connection)
+        return True
+
+    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # What connections say -------------------------------------------------------------------------------------
+
+    def waits(self, connection: Connection) -> None:
+        if connection in self._open:
+            self._waiting[connection] = None
+
+    def works(self, connection: Connection, request: Coroutine[Any, Any, None]) -> None:
+        self._waiting.pop(connection, None)
+        self._run(request)
+
+    def lost(self, connection: Connection) -> None:
+        self._waiting.pop(connection, None)
+        address = self._open.pop(connection, None)
+        if address is not None:
+            metrics.CONNECTIONS.dec()
+            self._by_address[address] -= 1
+            if not self._by_address[address]:
+                del self._by_address[address]
+        if not self._open:
+            self._empty.set()
 
 
-class _HeadTooLarge(Exception):
-    pass
+def _tls(config: GatewayConfig) -> ssl.SSLContext:
+    """Raises OSError when the files do not hold a certificate and its key."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(config.tls_cert_file, config.tls_key_file)
+    context.set_alpn_protocols(["http/1.1"])
+    return context
 
 
-class Protocol(HttpToolsProtocol):
-    """HTTP/1.1 with bounds on the size and the time of a request's head, and errors in OpenAI's shape.
-
-    An offer to upgrade is as if absent: Java's client offers HTTP/2 with every first request, and the parser would
-    take the body behind such a head for the other protocol.
-    """
-
-    _head_bytes = 0
-    _in_head = True
-    _head_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        # uvicorn sets this only after an answer; a connection that never asks is as idle.
-        self.timeout_keep_alive_task = self.loop.call_later(KEEP_ALIVE_S, self.timeout_keep_alive_handler)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_head_timer()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        if self._in_head:
-            self._head_bytes += len(data)
-            self._start_head_timer()
-            head, end, rest = data.partition(b"\r\n\r\n")
-            if _UPGRADE.search(head):
-                data = b"%b%b%b" % (_UPGRADE.sub(b"\r\nx-offered-upgrade:", head), end, rest)
-        super().data_received(data)
-        if self._in_head and self._head_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
-            self._refuse(431, "The request's headers are too large.")
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._in_head = True
-        self._start_head_timer()
-
-    def on_headers_complete(self) -> None:
-        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > HEAD_BYTES_MAX:
-            raise _HeadTooLarge
-        self._in_head = False
-        self._head_bytes = 0
-        self._stop_head_timer()
-        super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        self._in_head = True  # What comes now belongs to the next request.
-        super().on_message_complete()
-
-    def _start_head_timer(self) -> None:
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_S_MAX, self._head_is_late)
-
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _head_is_late(self) -> None:
-        self._head_timer = None
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._start_head_timer()  # An answer is under way, and what waits behind it has time.
-        elif not self.transport.is_closing():
-            self._refuse(408, f"The request's headers did not arrive within {HEAD_S_MAX:g} seconds.")
-
-    def send_400_response(self, msg: str) -> None:
-        """Called while the parser's error is handled; ours is its context."""
-        error = sys.exc_info()[1]
-        if error is not None and isinstance(error.__context__, _HeadTooLarge):
-            self._refuse(431, "The request's headers are too large.")
-        else:
-            self._refuse(400, msg)
-
-    def _refuse(self, status: int, message: str) -> None:
-        code = "request_timeout" if status == 408 else "invalid_request"
-        body = msgspec.json.encode(errors.body(code, message))
-        self.transport.write(
-            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %b\r\n"
-            b"connection: close\r\n\r\n%b"
-            % (status, http.HTTPStatus(status).phrase.encode(), len(body), ids.request_id().encode(), body)
-        )
-        self.transport.close()
+def _counted_as(host: str) -> str:
+    """The address that a connection counts for: of IPv6 the network of 64 bits, which one caller has to itself."""
+    if ":" not in host:
+        return host
+    address = ipaddress.IPv6Address(host.partition("%")[0])
+    if address.ipv4_mapped:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, 64), strict=False))
 
 
-class Server(uvicorn.Server):
-    """Signals are the service's, not uvicorn's. ``serving`` is set once connections are taken."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.serving = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.serving.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def make(app: ASGIApp, config: GatewayConfig) -> Server:
-    """The server, which serves nothing yet; signals, logs and the event loop stay ours."""
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    tls: dict[str, Any] = {}
-    if config.tls_cert_file:
-        tls = {"ssl_certfile": config.tls_cert_file, "ssl_keyfile": config.tls_key_file}
-    return Server(
-        uvicorn.Config(
-            app,
-            loop="none",
-            http=Protocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=2,
-            backlog=BACKLOG,
-            **tls,
-        )
-    )
+def _allow_descriptors(connections: int) -> None:
+    """As many file descriptors as the system lets us have: its usual soft limit is for processes without callers."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if most != resource.RLIM_INFINITY and most < connections + 100:
+        _log.warning("few_file_descriptors", most=most, connections_max=connections)
 
 
 def listen(addresses: tuple[str, ...]) -> list[socket.socket]:
@@ -168,14 +204,10 @@ def listen(addresses: tuple[str, ...]) -> list[socket.socket]:
         opened = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # What it accepts inherits it.
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKED_MS_MAX)
         opened.bind((host, int(port)))
         opened.setblocking(False)
         sockets.append(opened)
     return sockets
-
-
-def addresses(sockets: list[socket.socket]) -> list[str]:
-    """host:port of each."""
-    return [f"{opened.getsockname()[0]}:{opened.getsockname()[1]}" for opened in sockets]

@@ -1,22 +1,29 @@
 """HTTP manners of the edge that no client library shows: slow heads, idle connections, pipelining, stray bytes."""
 
 import asyncio
+import contextlib
 import gzip
 import json
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from gateway.http import server
-from tests.support.gateway_world import BASE, CHAT, K1, K2, Raw, World, encode, serve
+from contracts.messages.frames import ErrorData
+from contracts.messages.request import RequestEnvelope
+from gateway.http import connection
+from tests.support.gateway_world import BASE, CHAT, K1, K2, Raw, World, chunk, encode, events_of, serve, text_of
+from tests.support.polling import metric, until
 
 
 @pytest.fixture
 async def world(nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr(server, "HEAD_S_MAX", 0.5)
-    monkeypatch.setattr(server, "KEEP_ALIVE_S", 2)
+    monkeypatch.setattr(connection, "HEAD_S_MAX", 0.5)
+    monkeypatch.setattr(connection, "KEEP_ALIVE_S", 2)
+    monkeypatch.setattr(connection, "WRITE_S_MAX", 1)
+    monkeypatch.setattr(connection, "LINGER_S", 0.2)
     async with serve(nats_url, tmp_path) as world:
         yield world
 
@@ -196,3 +203,190 @@ async def test_c24_gzip_members_and_a_byte_order_mark_are_taken(world: World) ->
         assert response.status_code == status, (data, coding)
     twice = [("content-encoding", "gzip"), ("content-encoding", "identity")]
     assert (await world.client.post(CHAT, content=whole, headers=twice)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("headers", ["", "\r\nconnection: keep-alive"])
+async def test_d04_an_answer_to_http_1_0_is_not_chunked(world: World, stream: bool, headers: str) -> None:
+    raw = await Raw.open(world)
+    body = encode(BASE | {"stream": stream})
+    await raw.send(f"POST {CHAT} HTTP/1.0{headers}\r\ncontent-length: {len(body)}", body)
+    status, headers_ = await raw.head()
+    text = (await asyncio.wait_for(raw.reader.read(), 5)).decode()  # to the end of the connection
+    assert status == 200 and "transfer-encoding" not in headers_ and headers_["connection"] == "close"
+    if stream:
+        assert text_of(events_of(text)) == "Hello"
+    else:
+        assert len(text) == int(headers_["content-length"]) and json.loads(text)
+    await raw.close()
+
+
+async def test_d04_an_answer_to_http_1_0_that_fails_says_so(world: World) -> None:
+    async def play(envelope: RequestEnvelope) -> None:
+        failure = ErrorData(code="engine_error", message="No.")
+        await world.send(envelope, [("accepted", None), ("chunk", chunk("a")), ("error", failure)])
+
+    world.play = play
+    raw = await Raw.open(world)
+    body = encode(BASE | {"stream": True})
+    await raw.send(f"POST {CHAT} HTTP/1.0\r\ncontent-length: {len(body)}", body)
+    await raw.head()
+    events = events_of((await asyncio.wait_for(raw.reader.read(), 5)).decode())
+    assert "[DONE]" not in events and events[-1]["error"]["code"] == "engine_error"
+    await raw.close()
+
+
+BEHIND = [
+    pytest.param(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n", id="small"),
+    pytest.param(b"GET /v1/models HTTP/1.1\r\n\r\n", id="no host"),
+    pytest.param(b"POST /v1/models HTTP/1.1\r\nhost: x\r\ncontent-length: 300000\r\n\r\n" + b"x" * 300_000, id="large"),
+    pytest.param(None, id="the same"),
+]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("behind", BEHIND)
+async def test_d21_a_request_behind_does_not_hide_the_hang_up(world: World, stream: bool, behind: bytes | None) -> None:
+    async def play(envelope: RequestEnvelope) -> None:
+        await world.send(envelope, [("accepted", None), ("chunk", chunk("a"))])
+
+    world.play = play
+    raw = await Raw.open(world)
+    await raw.post(BASE | {"stream": stream})
+    await until(lambda: world.stored, "the request is stored")
+    if behind is None:
+        await raw.post(BASE | {"stream": stream})
+    else:
+        raw.writer.write(behind)
+        await raw.writer.drain()
+    await asyncio.sleep(0.1)
+    await raw.close()
+    await until(lambda: world.cancelled, "the request is cancelled")
+    assert [request.request_id for request in world.cancelled] == [world.stored[0].request_id]
+    assert len(world.stored) == 1
+
+
+async def test_what_is_pipelined_beyond_the_bound_is_not_kept(world: World) -> None:
+    """The answer under way still comes; then the connection closes."""
+    go = asyncio.Event()
+
+    async def play(envelope: RequestEnvelope) -> None:
+        await go.wait()
+        await world.play_hello(envelope)
+
+    world.play = play
+    raw = await Raw.open(world)
+    await raw.post(BASE)
+    await until(lambda: world.stored, "the request is stored")
+    raw.writer.write(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n" * 6000)  # 252 KB
+    await raw.writer.drain()
+    go.set()
+    text = await asyncio.wait_for(raw.reader.read(), 5)
+    assert text.count(b"HTTP/1.1 ") == 1 and b"HTTP/1.1 200" in text
+    assert len(world.stored) == 1
+    await raw.close()
+
+
+async def test_at_most_16_requests_come_in_one_breath(world: World) -> None:
+    raw = await Raw.open(world)
+    raw.writer.write(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n" * 1000)
+    text = await asyncio.wait_for(raw.reader.read(), 5)
+    assert text.count(b"HTTP/1.1 200") == connection.PIPELINE_MAX
+    await raw.close()
+
+
+@pytest.mark.parametrize("asks", ["a stream", "many answers"])
+async def test_a_caller_that_does_not_read_is_let_go(world: World, asks: str) -> None:
+    async def play(envelope: RequestEnvelope) -> None:
+        for seq in range(30):
+            await world.send(envelope, [("chunk", chunk("x" * 400_000))], first_seq=seq)
+
+    world.play = play
+    before = metric("headrace_connections")
+    deaf = socket.socket()
+    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    deaf.setblocking(False)
+    host, port = world.gateway.addresses[0].rsplit(":", 1)
+    await asyncio.get_running_loop().sock_connect(deaf, (host, int(port)))
+    await until(lambda: metric("headrace_connections") == before + 1, "it is connected")
+    if asks == "a stream":
+        body = encode(BASE | {"stream": True})
+        request = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {K1}\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        deaf.send(request.encode() + body)
+    while metric("headrace_connections") > before:
+        if asks == "many answers":
+            with contextlib.suppress(OSError):
+                deaf.send(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n")
+        await asyncio.sleep(0.01)
+    deaf.close()
+
+
+async def test_connections_are_bounded_in_all_and_by_address(nats_url: str, tmp_path: Path) -> None:
+    """Beyond the bound of all the one that has waited the longest goes; one that is served stays."""
+    async with serve(nats_url, tmp_path, connections_max=4, connections_per_address_max=3) as world:
+        go = asyncio.Event()
+
+        async def play(envelope: RequestEnvelope) -> None:
+            await go.wait()
+            await world.play_hello(envelope)
+
+        world.play = play
+        refused = metric("headrace_connections_refused_total", bound="address")
+        served = await Raw.open(world, local_addr=("127.0.0.2", 0))
+        await served.post(BASE)
+        await until(lambda: world.stored, "the request is stored")
+        silent = [await Raw.open(world, local_addr=("127.0.0.3", 0)) for _ in range(3)]
+        one_more = await Raw.open(world, local_addr=("127.0.0.3", 0))
+        assert b"HTTP/1.1 503" in await asyncio.wait_for(one_more.reader.read(), 5)
+        assert metric("headrace_connections_refused_total", bound="address") == refused + 1
+        other = await Raw.open(world, local_addr=("127.0.0.4", 0))
+        assert await asyncio.wait_for(silent[0].reader.read(), 5) == b""
+        await other.send("GET /health/live HTTP/1.1")
+        assert (await other.head())[0] == 200
+        await silent[1].send("GET /health/live HTTP/1.1")
+        assert (await silent[1].head())[0] == 200
+        go.set()
+        assert (await served.head())[0] == 200
+        for raw in (served, *silent, one_more, other):
+            await raw.close()
+
+
+async def test_a_trailer_is_refused_and_never_a_header(world: World) -> None:
+    key = f"authorization: Bearer {K1}\r\n".encode()
+    body = b"2\r\n{}\r\n0\r\n" + key + b"\r\n"
+    for path, given, expected in ((CHAT, "", 401), (CHAT, K1, 400), ("/v1/models", "", 401), ("/v1/models", K2, 405)):
+        raw = await Raw.open(world)
+        method = "POST" if path == CHAT or given else "GET"
+        await raw.send(f"{method} {path} HTTP/1.1\r\ntransfer-encoding: chunked", body, key=given)
+        raw.writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+        text = await asyncio.wait_for(raw.reader.read(), 5)
+        assert text.startswith(b"HTTP/1.1 %d" % expected), text
+        assert b"HTTP/1.1 200" not in text
+        await raw.close()
+    assert world.stored == []
+
+
+async def test_the_tail_of_a_body_is_no_request_however_it_is_cut(world: World) -> None:
+    """A proxy's connection: one caller's request holds another in its body, and the next caller's has a key."""
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+    body = b"a\r\nupgrade: x\r\n\r\nGET /v1/models HTTP/1.1\r\nhost: x\r\nx: "
+    first = b"POST %b HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n" % (CHAT.encode(), offer, len(body))
+    second = b"GET /health/live HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\n\r\n" % K1.encode()
+    data = first + body
+    for cut in range(len(first) - 5, len(first) + 30):
+        raw = await Raw.open(world)
+        raw.writer.write(data[:cut])
+        await asyncio.sleep(0.005)
+        raw.writer.write(data[cut:])
+        statuses = []
+        for request in (b"", second):
+            raw.writer.write(request)
+            status, headers = await asyncio.wait_for(raw.head(), 5)
+            await raw.reader.readexactly(int(headers["content-length"]))
+            statuses.append(status)
+            if headers.get("connection") == "close":
+                break
+        assert statuses in ([401, 200], [401]), (cut, statuses)
+        await raw.close()
