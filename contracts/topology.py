@@ -81,8 +81,8 @@ STREAMS: list[dict[str, Any]] = [
     _stream(ATTEMPTS, ["attempt.v1.>"], discard="old", max_age=7 * _DAY, max_msgs=4_000_000),
     # Malformed events, some KB each, for a person to look at within a month.
     _stream(DEAD_LETTERS, ["dead.v1.>"], discard="old", max_age=30 * _DAY, max_bytes=128 * _MIB),
-    # Requests that ended engines, with their bodies: for a person to look at within a month. One a request.
-    _stream(QUARANTINE, ["quarantine.v1.>"], discard="old", max_age=30 * _DAY, max_bytes=128 * _MIB),
+    # Requests that ended engines: for a person to look at within a week. Without bodies, or with sealed ones.
+    _stream(QUARANTINE, ["quarantine.v1.>"], discard="old", max_age=7 * _DAY, max_bytes=128 * _MIB),
     # Records of some 300 bytes: 64 MiB hold 200,000 keys, tenants or budgets; manifests have some 10 KB.
     _bucket(KEYS, 64),
     _bucket(TENANTS, 64),

@@ -1,5 +1,6 @@
 """Configuration of the scheduler process; the numbers of its core are in ``core.settings``."""
 
+from contracts import sealed
 from contracts.service.config import Count, ServiceConfig
 
 
@@ -17,6 +18,9 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     body_cache_bytes: int = 64 * 1024 * 1024
     """Bodies of queued requests kept in memory, per model; the others are read again at dispatch."""
 
+    quarantine_public_key: str = ""
+    """Quarantined requests' bodies are kept sealed for it (``headrace quarantine keys``); empty: they are not kept."""
+
     def problems(self) -> list[str]:
         """What is wrong between values, a line each."""
         wrong = super().problems()
@@ -24,4 +28,9 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             wrong.append("HEADRACE_LEASE_RENEW_S must be at most half of HEADRACE_LEASE_TTL_S")
         if self.lost_after_s < 2 * self.heartbeat_s:
             wrong.append("HEADRACE_LOST_AFTER_S must be at least two heartbeats (HEADRACE_HEARTBEAT_S)")
+        try:
+            if self.quarantine_public_key:
+                sealed.seal(b"", self.quarantine_public_key)
+        except sealed.BadKey as error:
+            wrong.append(f"HEADRACE_QUARANTINE_PUBLIC_KEY is {error}")
         return wrong

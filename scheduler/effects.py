@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from contracts import subjects, topology
+from contracts import sealed, subjects, topology
 from contracts.bus import Bus, BusError, Incoming, Unconfirmed, WrongSequence
 from contracts.messages.attempts import AttemptEvent, Quarantined
 from contracts.messages.base import NOTHING, Codec
@@ -80,11 +80,13 @@ class Effects:
         feed: Callable[[events.Event], None],
         fail: Callable[[Exception], None],
         cache_bytes: int,
+        quarantine_key: str = "",
     ) -> None:
         self.bodies = BodyCache(cache_bytes)
         self._bus = bus
         self._lease = lease
         self._core = core
+        self._quarantine_key = quarantine_key
         self._feed = feed
         self._fail = fail
         self._tasks: set[asyncio.Task[None]] = set()
@@ -228,10 +230,12 @@ class Effects:
         """Best effort: one that cannot be kept is removed all the same, since nobody may run it again."""
         envelope = effect.envelope
         try:
-            body = await self._body(effect.request_seq, effect.work_seq)
-            request = msgspec.structs.replace(envelope, body=body if body is not None else NOTHING)
             kept = Quarantined(
-                reason=effect.reason, quarantined_at_ms=effect.last.ended_at_ms, request=request, last=effect.last
+                reason=effect.reason,
+                quarantined_at_ms=effect.last.ended_at_ms,
+                request=msgspec.structs.replace(envelope, body=NOTHING),
+                last=effect.last,
+                sealed_body=await self._sealed_body(effect),
             )
             if not self._lease.held:
                 return
@@ -247,6 +251,13 @@ class Effects:
             await self._ack_request(effect.request_seq)
         if effect.work_seq:
             await self.delete(topology.WORK, effect.work_seq)
+
+    async def _sealed_body(self, effect: events.Quarantine) -> bytes:
+        """Empty where nobody is to read it."""
+        if not self._quarantine_key:
+            return b""
+        body = await self._body(effect.request_seq, effect.work_seq)
+        return sealed.seal(bytes(body), self._quarantine_key) if body else b""
 
     async def _ack_request(self, seq: int) -> None:
         message = self.bodies.pop(seq)

@@ -60,7 +60,13 @@ class Term:
         )
         self._loopback = subjects.loopback_heartbeat(self.core.owner)
         self._effects = Effects(
-            bus, lease, self.core, feed=self.feed, fail=self._fail, cache_bytes=config.body_cache_bytes
+            bus,
+            lease,
+            self.core,
+            feed=self.feed,
+            fail=self._fail,
+            cache_bytes=config.body_cache_bytes,
+            quarantine_key=config.quarantine_public_key,
         )
         self._recovery = Recovery(bus, lease, self.core, self._effects, self.feed)
         self._over = False

@@ -75,10 +75,12 @@ class DeadLetter(Message, frozen=True, kw_only=True):
 class Quarantined(Message, frozen=True, kw_only=True):
     """A request that ended too many engines or workers, in QUARANTINE: why, when, itself, and its last end.
 
-    A body that travelled by reference is kept only as long as the object store keeps it.
+    ``request`` comes without its body. ``sealed_body`` is the body, sealed (contracts.sealed), where an operator gave
+    the schedulers a public key; empty where not, and for a body that travelled by reference.
     """
 
     reason: str
     quarantined_at_ms: int
     request: RequestEnvelope
     last: AttemptEvent
+    sealed_body: bytes = b""

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from contracts import ids, registry, subjects, topology
+from contracts import ids, registry, sealed, subjects, topology
 from contracts.bus import Bus
 from contracts.messages.attempts import AttemptEvent, Quarantined
 from contracts.messages.base import Epoch
@@ -154,8 +154,12 @@ async def test_an_attempt_counts_as_a_death_only_if_its_dead_worker_had_pulled_i
     assert (await shell.event(request_id)).engine_death is pulled
 
 
-async def test_a_request_that_kills_two_workers_is_kept_in_quarantine_with_its_body(shell: Shell) -> None:
-    await shell.owner(await shell.start())
+@pytest.mark.parametrize("keeps_bodies", [False, True])
+async def test_a_request_that_kills_two_workers_is_kept_in_quarantine(shell: Shell, *, keeps_bodies: bool) -> None:
+    """Its body only for who gave a key, and only that one can read it."""
+    private, public = sealed.new_keys()
+    settings = {"quarantine_public_key": public} if keeps_bodies else {}
+    await shell.owner(await shell.start(**settings))
     request_id = await shell.submit()
     with capture_logs() as logs:
         for attempt in (1, 2):
@@ -165,8 +169,13 @@ async def test_a_request_that_kills_two_workers_is_kept_in_quarantine_with_its_b
             await worker.stop()
             assert (await shell.event(request_id, attempt)).engine_death
         await until(lambda: shell.is_empty(topology.WORK), "nobody can run it again")
-    (kept,) = [msgspec.json.decode(m.data, type=Quarantined) for m in await shell.messages(topology.QUARANTINE)]
-    assert (kept.request.request_id, bytes(kept.request.body), kept.last.attempt) == (request_id, BODY, 2)
+    (message,) = await shell.messages(topology.QUARANTINE)
+    kept = msgspec.json.decode(message.data, type=Quarantined)
+    assert (kept.request.request_id, kept.last.attempt) == (request_id, 2)
+    assert not kept.request.body and BODY not in message.data
+    assert bool(kept.sealed_body) is keeps_bodies
+    if keeps_bodies:
+        assert sealed.unseal(kept.sealed_body, private) == BODY
     assert await shell.is_empty(topology.REQUESTS)
     assert msgspec.json.decode(shell.frames[-1][1].data, type=ErrorData).code == "request_quarantined"
     assert len(logged(logs, "request_quarantined")) == 1
