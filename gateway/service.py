@@ -45,6 +45,7 @@ class Gateway:
             bus,
             self._catalog,
             self._hub.cancel,
+            body_bytes_max=config.body_bytes_max,
             claim_check_bytes=config.claim_check_bytes,
             ask_s_max=config.admit_s_max,
         )

@@ -14,6 +14,10 @@ from gateway.http.exchange import Exchange
 _INFLATE_STEP = 256 << 10
 """Inflated bytes between two turns of the event loop: about a millisecond."""
 
+_INFLATED_ALWAYS = 1 << 20
+_RATIO_MAX = 100
+"""Beyond the first MiB gzip may inflate by so much: JSON of real conversations does by 3 to 20, a bomb by 1,000."""
+
 
 async def read(exchange: Exchange, config: GatewayConfig) -> bytes:
     """The whole body, inflated when it came as gzip, and without a byte order mark. Bounds are the configuration's.
@@ -75,6 +79,7 @@ def _is_gzip(value: bytes) -> bool:
 async def _inflate(data: bytes, bytes_max: int) -> bytes:
     """One or more gzip members, as RFC 1952 has a file."""
     inflater = zlib.decompressobj(wbits=31)
+    ratio_max = max(_INFLATED_ALWAYS, _RATIO_MAX * len(data))
     pieces: list[bytes] = []
     size = 0
     while data or not inflater.eof:
@@ -90,6 +95,10 @@ async def _inflate(data: bytes, bytes_max: int) -> bytes:
         size += len(piece)
         if size > bytes_max:
             raise _too_large(bytes_max)
+        if size > ratio_max:
+            raise HeadraceError(
+                "request_too_large", f"The body's gzip inflates more than {_RATIO_MAX} times: send it as it is."
+            )
         pieces.append(piece)
         await asyncio.sleep(0)
     return b"".join(pieces)

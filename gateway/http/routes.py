@@ -84,11 +84,11 @@ async def one_model(services: ServicesDep, caller: CallerDep, model: Name) -> Mo
     return Model.of(services.catalog.resolve(model, caller.tenant).manifest)
 
 
-@models.post("/messages/count_tokens", responses=refusals(404, 503))
+@models.post("/messages/count_tokens", responses=refusals(404, 429, 503))
 async def count_tokens(
     services: ServicesDep, caller: CallerDep, body: Annotated[bytes, Depends(BodyReader(messages.CountBody, raw=True))]
 ) -> TokenCount:
-    """Anthropic: input tokens of a message; nothing is charged."""
+    """Anthropic: input tokens of a message; nothing is billed, and only a flood of it is refused."""
     return TokenCount(await services.intake.count(messages.COUNT, caller.tenant, body))
 
 

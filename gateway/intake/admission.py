@@ -26,10 +26,11 @@ from gateway.apis.api import Api, ValidBody
 from gateway.apis.fields import model_of
 from gateway.intake.auth import Identity
 from gateway.intake.catalog import Catalog, Model
+from gateway.intake.reading_budget import ReadingBudget
 from gateway.prompt import threads
 
-LARGE_BYTES = 256 << 10
-"""Bodies over this are taken apart on a thread, in steps of tens of milliseconds at most (1M tokens, measured)."""
+ON_THE_SPOT_BYTES = 256 << 10
+"""Larger bodies are taken apart on a thread, in steps of tens of milliseconds at most (1M tokens, measured)."""
 ASK_TIMEOUT_S = 1.0
 """One try at the scheduler; tries are repeated with the same id within the bound."""
 ASK_PAUSE_S = 0.1
@@ -64,6 +65,8 @@ class Prepared(msgspec.Struct, frozen=True):
     """A request that is well-formed and fits the model."""
 
     context: RequestContext
+    bytes_read: int
+    """Of the caller's body, as charged to its tenant."""
     envelope: RequestEnvelope
     """Without the scheduler's part and without the body."""
     body: bytes
@@ -100,9 +103,11 @@ class Intake:
         catalog: Catalog,
         cancel: Callable[[RequestEnvelope, CancelReason], object],
         *,
+        body_bytes_max: int,
         claim_check_bytes: int,
         ask_s_max: float,
     ) -> None:
+        self._budget = ReadingBudget(2 * body_bytes_max)
         self._bus = bus
         self._catalog = catalog
         self._cancel = cancel
@@ -110,12 +115,16 @@ class Intake:
         self._ask_s_max = ask_s_max
 
     async def parse(self, tenant: TenantRecord, data: bytes | msgspec.Raw, *, model: str = "") -> ParsedBody:
-        """Decode the body and find its model.
+        """Decode the body, which is charged to the tenant, and find its model.
 
         ``model`` stands in for one that the body does not name, and must not differ from it. Raises HeadraceError.
         """
         size = len(memoryview(data))
-        fields = await threads.run(size > LARGE_BYTES, json_limits.decode, data)
+        self._budget.take(tenant.name, size, time.monotonic())
+        return await self._parse(tenant, data, size, model)
+
+    async def _parse(self, tenant: TenantRecord, data: bytes | msgspec.Raw, size: int, model: str = "") -> ParsedBody:
+        fields = await threads.run(tenant.name, size, ON_THE_SPOT_BYTES, json_limits.decode, data)
         if model and fields.setdefault("model", model) != model:
             raise HeadraceError(
                 "invalid_request", "model: The body names another model than the subject.", param="model"
@@ -125,10 +134,12 @@ class Intake:
     async def prepare(self, context: RequestContext, parsed: ParsedBody) -> Prepared:
         """Check and count; raises HeadraceError."""
         api, manifest, tenant = context.api, parsed.model.manifest, context.identity.tenant
-        valid, prompts = await _counted(api, parsed)
+        valid, prompts = await _counted(api, tenant, parsed)
         limit = output_limit(api, manifest, prompts, valid)
         stated = {api.limit_field: limit} if api.limit_field else {}
-        body = await threads.run(parsed.bytes > LARGE_BYTES, msgspec.json.encode, valid.fields | stated)
+        body = await threads.run(
+            tenant.name, parsed.bytes, ON_THE_SPOT_BYTES, msgspec.json.encode, valid.fields | stated
+        )
         envelope = RequestEnvelope(
             request_id=context.request_id,
             tenant=tenant.name,
@@ -149,19 +160,32 @@ class Intake:
             client_request_id=context.client_request_id,
             prefix_caching=tenant.prefix_caching,
         )
-        return Prepared(context, envelope, body)
+        return Prepared(context, parsed.bytes, envelope, body)
 
     async def count(self, api: Api, tenant: TenantRecord, data: bytes) -> int:
         """Prompt tokens of a body that nobody will run; raises HeadraceError."""
-        _, prompts = await _counted(api, await self.parse(tenant, data))
+        _, prompts = await _counted(api, tenant, await self.parse(tenant, data))
         return sum(prompts)
 
     async def admit(self, prepared: Prepared) -> Admitted:
         """Ask the model's scheduler.
 
         An overloaded model's request goes to the first of its fallbacks that admits it, where the tenant permits
-        that. Raises HeadraceError; AdmissionRefused is the first model's refusal.
+        that. Raises HeadraceError; AdmissionRefused is the first model's refusal. What reading the body was charged is
+        given back, unless the refusal is the tenant's own doing.
         """
+        given_back = True
+        try:
+            return await self._admit_somewhere(prepared)
+        except HeadraceError as error:
+            given_back = error.status >= 500
+            raise
+        finally:
+            if given_back:
+                tenant = prepared.context.identity.tenant.name
+                self._budget.give_back(tenant, prepared.bytes_read, time.monotonic())
+
+    async def _admit_somewhere(self, prepared: Prepared) -> Admitted:
         try:
             return await self._admit(prepared)
         except AdmissionRefused as refused:
@@ -171,7 +195,8 @@ class Intake:
             for name in self._catalog.resolve(prepared.envelope.model, tenant).manifest.fallbacks:
                 try:
                     body = msgspec.json.encode({**msgspec.json.decode(prepared.body), "model": name})
-                    return await self._admit(await self.prepare(prepared.context, await self.parse(tenant, body)))
+                    parsed = await self._parse(tenant, body, len(body))
+                    return await self._admit(await self.prepare(prepared.context, parsed))
                 except HeadraceError:
                     continue
             raise
@@ -238,7 +263,7 @@ class Intake:
         return msgspec.structs.replace(envelope, body_object=envelope.request_id)
 
 
-async def _counted(api: Api, parsed: ParsedBody) -> tuple[ValidBody, list[int]]:
+async def _counted(api: Api, tenant: TenantRecord, parsed: ParsedBody) -> tuple[ValidBody, list[int]]:
     """The checked body, and the tokens of each of its prompts. Raises HeadraceError."""
     manifest, tokens = parsed.model.manifest, parsed.model.tokens
     if api.endpoint not in manifest.endpoints:
@@ -246,11 +271,17 @@ async def _counted(api: Api, parsed: ParsedBody) -> tuple[ValidBody, list[int]]:
             "invalid_request", f"The model {manifest.name!r} does not serve {api.endpoint}.", param="model"
         )
     await tokens.ready()
-    large = parsed.bytes > LARGE_BYTES
     valid = await threads.run(
-        large, api.validate, parsed.fields, manifest, tokens.vocabulary, tokens.template_variables
+        tenant.name,
+        parsed.bytes,
+        ON_THE_SPOT_BYTES,
+        api.validate,
+        parsed.fields,
+        manifest,
+        tokens.vocabulary,
+        tokens.template_variables,
     )
-    return valid, await tokens.count(api, valid.fields, parsed.bytes)
+    return valid, await tokens.count(api, valid.fields, parsed.bytes, tenant.name)
 
 
 def output_limit(api: Api, manifest: Manifest, prompts: list[int], valid: ValidBody) -> int:

@@ -6,9 +6,12 @@ in calls that release the GIL, so that they do not delay streams.
 """
 
 import asyncio
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import structlog
 
 from contracts.errors import HeadraceError
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger()
 
-INLINE_BYTES_MAX = 2_000
+ON_THE_SPOT_BYTES = 2_000
 """Smaller bodies are counted on the spot: some 500 tokens take .5 ms (measured: 1.8 ms per 1,000), and a thread may
 wait longer for the GIL."""
 
@@ -42,6 +45,8 @@ class TokenCounter:
         """Number of token ids; None where the engine has no fixed one."""
         self.template_variables: frozenset[str] = frozenset()
         """What a caller may set of the chat template's."""
+        self._text_bytes_max: int | None = None
+        """Text of more bytes has more tokens than the context; None where a token may stand for text of any length."""
         if manifest.engine != "simulated":
             self._load()
 
@@ -57,13 +62,14 @@ class TokenCounter:
             _log.error("tokenizer_undecodable", model=self._manifest.name, reason=str(error))
             raise HeadraceError("unavailable", "The model's tokenizer cannot be loaded.", retry_after_s=5) from error
 
-    async def count(self, api: Api, fields: dict[str, Any], size: int) -> list[int]:
+    async def count(self, api: Api, fields: dict[str, Any], size: int, tenant: str) -> list[int]:
         """Tokens of each prompt. ``fields`` is a validated body of ``size`` bytes; call ``ready`` before.
 
-        Raises HeadraceError (invalid_request) when the chat template refuses the messages.
+        Raises HeadraceError: invalid_request when the chat template refuses the messages, context_length_exceeded for
+        a text of more bytes than tokens of the whole context can have.
         """
         with metrics.COUNTING.time():
-            return await threads.run(size > INLINE_BYTES_MAX, self._count, api, fields)
+            return await threads.run(tenant, size, ON_THE_SPOT_BYTES, self._count, api, fields)
 
     def _load(self) -> None:
         self._loading = threads.start(self._read)
@@ -71,6 +77,8 @@ class TokenCounter:
 
     def _read(self) -> None:
         """On a thread. Imports cost .1 s, which the start of a gateway with simulated models does not pay."""
+        # In parallel, texts would wait for each other in one pool of threads of the library's own, the event loop too.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from tokenizers import Tokenizer
 
         from gateway.prompt.chat_template import ChatTemplate
@@ -85,6 +93,8 @@ class TokenCounter:
         tokenizer.no_padding()
         self._template = ChatTemplate.from_directory(directory)
         self.template_variables = self._template.variables if self._template is not None else frozenset()
+        longest = _token_bytes_max(msgspec.json.decode(text), tokenizer.get_vocab(with_added_tokens=True))
+        self._text_bytes_max = longest and longest * self._manifest.context
         self._tokenizer = tokenizer
         self.vocabulary = tokenizer.get_vocab_size(with_added_tokens=True)
 
@@ -95,20 +105,50 @@ class TokenCounter:
             if self._template is None:
                 raise HeadraceError("invalid_request", "This model has no chat template.", param="model")
             text = self._template.render(api.chat(fields, self._template.system_first))
-            return self._lengths([text], special_tokens=False)
+            return self._lengths(api, [text], special_tokens=False)
         prompt = fields[api.prompt_field]
         if isinstance(prompt, str):
-            return self._lengths([prompt], special_tokens=True)
+            return self._lengths(api, [prompt], special_tokens=True)
         if isinstance(prompt[0], str):
-            return self._lengths(prompt, special_tokens=True)
+            return self._lengths(api, prompt, special_tokens=True)
         return [len(prompt)] if isinstance(prompt[0], int) else [len(ids) for ids in prompt]
 
-    def _lengths(self, texts: list[str], *, special_tokens: bool) -> list[int]:
+    def _lengths(self, api: Api, texts: list[str], *, special_tokens: bool) -> list[int]:
         if self._tokenizer is None:
             raise RuntimeError("this model has no tokenizer")
+        most = self._text_bytes_max
+        if most is not None and any(len(text) > most or len(text.encode()) > most for text in texts):
+            part, context = api.prompt_field, self._manifest.context
+            raise HeadraceError(
+                "context_length_exceeded",
+                f"This model's maximum context length is {context} tokens. However, the {part} has more than {most} "
+                f"bytes, which are more tokens, however they are counted. Please reduce the length of the {part}.",
+                param=part,
+            )
         # encode_batch_fast releases the GIL, encode does not (measured: gaps of .5 s on a 0.9 MB text).
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=special_tokens)
         return [len(encoding) for encoding in encodings]
+
+
+_SHRINKS = {None: 1, "NFC": 3, "Prepend": 1, "Replace": 1}
+"""By how much a normalizer may shorten a text: NFC makes one syllable of 3 Korean letters. Others may drop anything."""
+
+
+def _token_bytes_max(form: dict[str, Any], vocabulary: Iterable[str]) -> int | None:
+    """Bytes of text that one token stands for at most, by the tokenizer's file; None when that has no bound.
+
+    Known of tokenizers alone that have a token for each byte: with others, a word of any length may be unknown.
+    """
+    normalizer = form.get("normalizer") or {}
+    steps = normalizer.get("normalizers", [normalizer])
+    if any(step.get("type") not in _SHRINKS for step in steps):
+        return None
+    shrinks = max((_SHRINKS[step.get("type")] for step in steps), default=1)
+    if b'"ByteLevel"' in msgspec.json.encode(form.get("pre_tokenizer")):
+        return shrinks * max(map(len, vocabulary))  # Each byte is written as one character.
+    if form["model"].get("byte_fallback"):
+        return shrinks * max(len(token.encode()) for token in vocabulary)
+    return None
 
 
 def _retrieve(loading: "asyncio.Future[None]") -> None:

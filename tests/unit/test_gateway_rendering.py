@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from contracts.errors import HeadraceError
+from contracts.messages.base import Endpoint
 from contracts.messages.records import Manifest
 from gateway.apis.table import APIS
 from gateway.prompt.chat_template import ChatTemplate
@@ -183,11 +184,11 @@ async def test_prompt_tokens_of_a_real_tokenizer(tmp_path: Path) -> None:
     assert counter.vocabulary == 9
     chat = {"messages": [{"role": "user", "content": "one two three"}]}
     for size in (10, 10_000):  # On the spot, and on a thread.
-        assert await counter.count(APIS["chat/completions"], chat, size) == [5]
-        assert await counter.count(APIS["completions"], {"prompt": "one two"}, size) == [3]
-        assert await counter.count(APIS["completions"], {"prompt": ["one", "one two"]}, size) == [2, 3]
-        assert await counter.count(APIS["completions"], {"prompt": [1, 2, 3]}, size) == [3]
-        assert await counter.count(APIS["completions"], {"prompt": [[1], [2, 3]]}, size) == [1, 2]
+        assert await counter.count(APIS["chat/completions"], chat, size, "t") == [5]
+        assert await counter.count(APIS["completions"], {"prompt": "one two"}, size, "t") == [3]
+        assert await counter.count(APIS["completions"], {"prompt": ["one", "one two"]}, size, "t") == [2, 3]
+        assert await counter.count(APIS["completions"], {"prompt": [1, 2, 3]}, size, "t") == [3]
+        assert await counter.count(APIS["completions"], {"prompt": [[1], [2, 3]]}, size, "t") == [1, 2]
 
 
 async def test_a_tokenizer_that_cannot_be_read_is_tried_again(tmp_path: Path) -> None:
@@ -198,4 +199,62 @@ async def test_a_tokenizer_that_cannot_be_read_is_tried_again(tmp_path: Path) ->
     assert caught.value.code == "unavailable"
     make_model(tmp_path)
     await counter.ready()
-    assert await counter.count(APIS["completions"], {"prompt": "one"}, 10) == [2]
+    assert await counter.count(APIS["completions"], {"prompt": "one"}, 10, "t") == [2]
+
+
+def byte_level(directory: Path, **changes: Any) -> Manifest:
+    """A token for each byte, and one of 7 bytes; ``changes`` to the tokenizer's file."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*alphabet, "aa", "aaa", "aaaaaaa"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("a", "a")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    form = json.loads(tokenizer.to_str()) | changes
+    (directory / "tokenizer.json").write_text(json.dumps(form))
+    (directory / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    return Manifest(name="m", version="1", engine="vllm", context=10, default_output_tokens=16, path=str(directory))
+
+
+LONG_FIELDS: list[tuple[Endpoint, str, Any]] = [
+    ("chat/completions", "messages", lambda text: [{"role": "user", "content": text}]),
+    ("messages", "messages", lambda text: [{"role": "user", "content": text}]),
+    ("responses", "input", lambda text: text),
+    ("completions", "prompt", lambda text: ["a", text]),
+    ("embeddings", "input", lambda text: text),
+]
+
+
+@pytest.mark.parametrize(("endpoint", "field", "make"), LONG_FIELDS, ids=[row[0] for row in LONG_FIELDS])
+async def test_text_of_more_bytes_than_the_context_can_have_is_refused_uncounted(
+    tmp_path: Path, endpoint: Endpoint, field: str, make: Any
+) -> None:
+    counter = TokenCounter(byte_level(tmp_path))
+    await counter.ready()
+    assert (await counter.count(APIS[endpoint], {field: make("a" * 70)}, 100, "t"))[-1] == 35
+    for text in ("a" * 71, "ü" * 36):
+        with pytest.raises(HeadraceError, match="more than 70 bytes") as caught:
+            await counter.count(APIS[endpoint], {field: make(text)}, 100, "t")
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", field)
+
+
+@pytest.mark.parametrize(
+    ("changes", "most"),
+    [
+        ({"normalizer": {"type": "NFC"}}, 210),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}]}}, 210),
+        ({"normalizer": {"type": "NFKC"}}, None),  # May take away any number of characters.
+        ({"normalizer": {"type": "StripAccents"}}, None),
+        ({"pre_tokenizer": {"type": "WhitespaceSplit"}}, None),  # A word of any length may be unknown.
+    ],
+)
+async def test_the_bound_holds_where_it_is_sure(tmp_path: Path, changes: dict[str, Any], most: int | None) -> None:
+    counter = TokenCounter(byte_level(tmp_path, **changes))
+    await counter.ready()
+    text = "a" * ((most or 1_000_000) + 1)
+    if most is None:
+        await counter.count(APIS["completions"], {"prompt": text}, 10, "t")
+    else:
+        with pytest.raises(HeadraceError, match=f"more than {most} bytes"):
+            await counter.count(APIS["completions"], {"prompt": text}, 10, "t")
+        await counter.count(APIS["completions"], {"prompt": text[:-1]}, 10, "t")
