@@ -1,6 +1,7 @@
 """Logs, metrics and health of a service process: structlog, prometheus_client, and the small server for both."""
 
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -12,6 +13,15 @@ import prometheus_client
 import structlog
 
 from contracts.service.config import ServiceConfig
+
+_API_KEY = re.compile(r"hr_[A-Za-z0-9_-]{16,}")
+
+
+class _Formatter(structlog.stdlib.ProcessorFormatter):
+    """Blots out what looks like an API key, wherever a caller put it: into a request id, a model's name, a path."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _API_KEY.sub("hr_***", super().format(record))
 
 
 def configure_logging(config: ServiceConfig, service: str) -> None:
@@ -40,7 +50,7 @@ def configure_logging(config: ServiceConfig, service: str) -> None:
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
+        _Formatter(
             foreign_pre_chain=shared,
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, name_service, renderer],
         )
