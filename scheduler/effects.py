@@ -26,6 +26,7 @@ log = structlog.get_logger()
 
 ENVELOPE: Codec[RequestEnvelope] = Codec(RequestEnvelope)
 WORK_ITEM: Codec[WorkItem] = Codec(WorkItem)
+EVENT: Codec[AttemptEvent] = Codec(AttemptEvent)
 _control_answer: Codec[ControlAnswer] = Codec(ControlAnswer)
 _encode = msgspec.json.Encoder().encode
 
@@ -106,6 +107,8 @@ class Effects:
                 self.spawn(self.delete(topology.WORK, seq))
             case events.Quarantine():
                 self.spawn(self._quarantine(effect))
+            case events.ReadEnd(request_id, attempt):
+                self.spawn(self._read_end(request_id, attempt))
             case events.SendControl(worker, order):
                 self.spawn(self._send_control(worker, order))
             case events.RiseAbove(epoch):
@@ -190,7 +193,7 @@ class Effects:
             self._feed(events.ControlAnswered(order.request_id, order.attempt, answer))
 
     async def _store_terminal(self, event: AttemptEvent) -> None:
-        """Until some terminal event is stored; which one won comes back from ATTEMPTS."""
+        """Until some terminal event is stored; the core is told which one won, and by ATTEMPTS once more."""
         subject = subjects.attempt(self._core.model, event.request_id, event.attempt)
         if (seq := self._core.may_have_been_pulled(event)) and await self._was_pulled(event.worker, seq):
             event = msgspec.structs.replace(event, engine_death=True)
@@ -209,14 +212,34 @@ class Effects:
                     outcome=event.outcome,
                     code=event.error_code,
                 )
+                self._feed(events.TerminalStored(event))
                 return
-            except WrongSequence:
-                return
+            except WrongSequence as error:
+                if error.found is not None:
+                    self.tell_end(error.found)
+                    return
             except Unconfirmed:
                 continue
             except BusError as error:
                 log.warning("terminal_not_stored", request_id=event.request_id, reason=str(error))
                 await asyncio.sleep(AGAIN_S)
+
+    async def _read_end(self, request_id: str, attempt: int) -> None:
+        subject = subjects.attempt(self._core.model, request_id, attempt)
+        found = await self._bus.jetstream.last(topology.ATTEMPTS, subject)
+        if found is not None:
+            self.tell_end(found)
+        else:
+            self._feed(events.EndMissing(request_id, attempt))
+
+    def tell_end(self, message: Incoming) -> None:
+        """Tell the core of an end that ATTEMPTS holds."""
+        try:
+            self._feed(events.TerminalStored(EVENT.decode(message.data)))
+        except msgspec.MsgspecError as error:  # The ledger sets it aside.
+            log.error("event_undecodable", subject=message.subject, seq=message.stream_seq, reason=str(error))
+            *_, request_id, attempt = message.subject.split(".")
+            self._feed(events.EndUnreadable(subjects.decode(request_id), int(attempt)))
 
     async def _was_pulled(self, worker: str, work_seq: int) -> bool:
         """Whether the server had delivered the message to a worker that died before its next heartbeat."""

@@ -44,6 +44,9 @@ class Collector:
             yield family
         lost = CounterMetricFamily("headrace_lost_workers", "Workers declared lost.", labels=["model"])
         refusals = CounterMetricFamily("headrace_refusals", "Refused admissions.", labels=["model", "code"])
+        mended = CounterMetricFamily(
+            "headrace_mended", "Differences from WORK and ATTEMPTS that were set right.", labels=["model", "stream"]
+        )
         ended = CounterMetricFamily("headrace_requests_ended", "Settled requests.", labels=["model", "outcome"])
         skew = GaugeMetricFamily(
             "headrace_clock_skew_seconds",
@@ -54,8 +57,10 @@ class Collector:
             lost.add_metric([core.model], core.lost_workers)
             for code, count in core.refusals.items():
                 refusals.add_metric([core.model, code], count)
+            for stream, count in core.mended.items():
+                mended.add_metric([core.model, stream], count)
             for outcome, count in core.outcomes.items():
                 ended.add_metric([core.model, outcome], count)
             for process, ahead_ms in core.clocks.ahead_ms().items():
                 skew.add_metric([core.model, process], ahead_ms / 1000)
-        yield from (lost, refusals, ended, skew)
+        yield from (lost, refusals, mended, ended, skew)

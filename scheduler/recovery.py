@@ -14,7 +14,6 @@ import structlog
 
 from contracts import subjects, topology
 from contracts.bus import Bus, BusError, Incoming, OrderedConsumer, PullConsumer
-from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import NOTHING, Codec
 from scheduler.core import events
 from scheduler.core.core import Core
@@ -25,8 +24,6 @@ M = TypeVar("M")
 
 log = structlog.get_logger()
 
-_attempt: Codec[AttemptEvent] = Codec(AttemptEvent)
-
 ACK_WAIT_S = 2 * 3600.0
 """Beyond the longest deadline: a request stays with its owner until it is dispatched or settled."""
 CREDIT = 512
@@ -36,7 +33,7 @@ HEARD_WITHIN_S = 1.2
 ACKNOWLEDGED_EVERY_S = 0.1
 """Period of the look whether all workers know the epoch."""
 SWEEP_EVERY_S = 60.0
-"""Period of the look for messages in WORK that nobody needs: a worker's lost acknowledgement, a late publish."""
+"""Period of the comparison with WORK: a worker's lost acknowledgement, a late publish, an end that was not told."""
 STANDSTILL_S = 30.0
 """A stream that gives nothing new for so long while it is read has been given up."""
 REPLAY_MS = 70_000
@@ -118,11 +115,13 @@ class Recovery:
         self._feed(events.Recovered())
 
     async def sweep(self) -> None:
-        """Look at all of WORK from time to time, until cancelled."""
+        """Compare the core with all of WORK from time to time, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_EVERY_S)
             try:
-                await self._read_work()
+                _, newest = await self._bus.jetstream.stream_state(topology.WORK)
+                found = await self._read_work()
+                self._feed(events.WorkSwept(found, newest))
             except BusError as error:
                 log.warning("work_not_swept", model=self._core.model, reason=str(error))
 
@@ -138,10 +137,14 @@ class Recovery:
                     oldest.append(event.item.request.admitted_at_ms - CLOCKS_APART_MS)
         return work, oldest
 
-    async def _read_work(self) -> None:
+    async def _read_work(self) -> frozenset[int]:
+        """Feed the core all of WORK; gives the sequences."""
+        found = []
         async for message in self._bus.jetstream.read(topology.WORK, self._work):
+            found.append(message.stream_seq)
             if (event := self._work_found(message)) is not None:
                 self._feed(event)
+        return frozenset(found)
 
     def _work_found(self, message: Incoming) -> events.WorkFound | None:
         """The message without its body; None when nobody can read it, and then it is dropped."""
@@ -164,9 +167,7 @@ class Recovery:
 
     def _on_attempt(self, message: Incoming) -> None:
         self._last_attempt_seq = max(self._last_attempt_seq, message.stream_seq)
-        event = decoded(_attempt, message, "event_undecodable")  # The ledger drops it.
-        if event is not None:
-            self._feed(events.TerminalStored(event))
+        self._effects.tell_end(message)
 
     async def _catch_up(self) -> None:
         """Wait until every end that is stored by now has been fed."""

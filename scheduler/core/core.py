@@ -51,6 +51,9 @@ class Core(Lifecycle):
             events.WorkStored: self._work_stored,
             events.WorkRefused: self._work_refused,
             events.TerminalStored: self._terminal_stored,
+            events.EndUnreadable: self._end_unreadable,
+            events.EndMissing: self._end_missing,
+            events.WorkSwept: self._work_swept,
             events.CancelAsked: self._cancel_asked,
             events.ControlAnswered: self._control_answered,
             events.StatusAsked: self._status_asked,
@@ -185,8 +188,32 @@ class Core(Lifecycle):
             if event.attempt == request.open_attempt or event.attempt > request.attempt:
                 self._decide_waiting(request, event)
         elif event.attempt == request.attempt:
+            if request.end_asked:
+                self.count_mended("attempts")
             self.decide(request, event)
         self.dispatch()
+
+    def _end_unreadable(self, event: events.EndUnreadable) -> None:
+        """It has ended, and nobody knows how: it is not tried again."""
+        request = self.requests.get(event.request_id)
+        self._terminal_stored(
+            events.TerminalStored(outcomes.unreadable(request, event.request_id, event.attempt, self.model))
+        )
+
+    def _end_missing(self, event: events.EndMissing) -> None:
+        """No end is stored of an attempt that its worker does not have: nobody will store one."""
+        request = self.requests.get(event.request_id)
+        if request is None or request.attempt != event.attempt or request.state not in WITH_WORKER:
+            return
+        if request.gone_since_ms:
+            self.propose_end(request, "lost", "worker_lost", "The attempt's worker no longer has it.")
+
+    def _work_swept(self, event: events.WorkSwept) -> None:
+        """What WORK does not hold any more has ended, or will never begin."""
+        for request in self.requests.values():
+            confirmed = request.state in WITH_WORKER and request.state is not State.DISPATCHING
+            if confirmed and request.work_seq <= event.newest and request.work_seq not in event.found:
+                request.gone_since_ms = request.gone_since_ms or self.now_ms
 
     def _decide_waiting(self, request: Request, event: AttemptEvent) -> None:
         """An end that was stored while the request waits here."""
@@ -218,7 +245,11 @@ class Core(Lifecycle):
         request = self.requests.get(event.request_id)
         if request is None or request.attempt != event.attempt or request.state not in WITH_WORKER:
             return
-        if event.answer is not None and event.answer.status == "unknown" and request.cancel_reason:
+        if event.answer is None:
+            return
+        if event.answer.status == "ended":
+            request.gone_since_ms = request.gone_since_ms or self.now_ms
+        elif event.answer.status == "unknown" and request.cancel_reason:
             self.propose_end(request, "cancelled", "cancelled", cancelled(request))
 
     def _status_asked(self, event: events.StatusAsked) -> None:
@@ -304,6 +335,7 @@ class Core(Lifecycle):
             if request is not None and request.state is State.ADMITTED:
                 self.expire_reservation(request)
         self._withdraw_lost_work()
+        self._look_for_missed_ends()
         for request_id in list(self.cancelling):
             request = self.requests[request_id]
             repeat_at = request.cancel_sent_at_ms + self.settings.cancel_repeat_ms
@@ -323,6 +355,21 @@ class Core(Lifecycle):
                 picked_up = request_id in worker.in_flight or request.was_in_flight
                 if request.state is State.DISPATCHED and overdue and not picked_up:
                     self.propose_end(request, "lost", "worker_lost", "The attempt did not reach its worker.")
+
+    def _look_for_missed_ends(self) -> None:
+        """What a worker had in flight and has no longer is over, whether its end was told here or not."""
+        for worker in self.pool.workers.values():
+            for request_id in worker.work:
+                request = self.requests[request_id]
+                if request_id in worker.in_flight:
+                    request.gone_since_ms, request.end_asked = 0, False
+                elif request.was_in_flight and request.state in WITH_WORKER and not request.gone_since_ms:
+                    request.gone_since_ms = self.now_ms
+                overdue = request.gone_since_ms and self.now_ms - request.gone_since_ms >= self.settings.end_overdue_ms
+                if overdue and request.state in WITH_WORKER:
+                    request.gone_since_ms = self.now_ms  # To ask again when no answer comes.
+                    request.end_asked = True
+                    self.do(events.ReadEnd(request.id, request.attempt))
 
     def _tenant_changed(self, event: events.TenantChanged) -> None:
         self.admission.set_tenant(event.name, event.record, self.now_ms)

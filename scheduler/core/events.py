@@ -73,6 +73,27 @@ class TerminalStored(Event, frozen=True):
     event: AttemptEvent
 
 
+class EndUnreadable(Event, frozen=True):
+    """ATTEMPTS holds an end of this attempt that nobody here can read."""
+
+    request_id: str
+    attempt: int
+
+
+class EndMissing(Event, frozen=True):
+    """ATTEMPTS was asked (ReadEnd), and holds no end of this attempt."""
+
+    request_id: str
+    attempt: int
+
+
+class WorkSwept(Event, frozen=True):
+    """All of WORK was read, and fed: up to the sequence ``newest`` it holds ``found``, perhaps more after it."""
+
+    found: frozenset[int]
+    newest: int
+
+
 class CancelAsked(Event, frozen=True):
     """``tenant`` is the asker's, from the subject."""
 
@@ -202,6 +223,13 @@ class StoreTerminal(Effect, frozen=True):
     """Store the event unless the attempt has one already; the core learns the winner by TerminalStored."""
 
     event: AttemptEvent
+
+
+class ReadEnd(Effect, frozen=True):
+    """Look whether ATTEMPTS holds an end of this attempt; TerminalStored, EndUnreadable or EndMissing follows."""
+
+    request_id: str
+    attempt: int
 
 
 class SendControl(Effect, frozen=True):

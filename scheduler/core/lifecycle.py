@@ -51,6 +51,8 @@ class Lifecycle:
         )
         self.stream_owners = StreamOwners()
         self.clocks = Clocks()
+        self.mended: dict[str, int] = {}
+        """What was found to differ between here, WORK and ATTEMPTS, and set right, by stream; for metrics."""
         self.outcomes: dict[str, int] = {}
         """Settled requests by outcome, for metrics."""
         self.deadlines: list[tuple[int, str]] = []
@@ -64,6 +66,10 @@ class Lifecycle:
         """Of the present step, Unix ms."""
         self.effects: list[events.Effect] = []
         """Of the present step, in order."""
+
+    def count_mended(self, stream: str) -> None:
+        """``stream``: work or attempts."""
+        self.mended[stream] = self.mended.get(stream, 0) + 1
 
     def do(self, effect: events.Effect) -> None:
         """Add an effect of the present step."""
@@ -181,6 +187,8 @@ class Lifecycle:
         request.worker = worker.beat.worker
         request.progress = None
         request.was_in_flight = False
+        request.gone_since_ms = 0
+        request.end_asked = False
         request.exonerated = False
         request.adopted = False
         self.pool.assign(worker, request)

@@ -90,6 +90,28 @@ def proposed(
     )
 
 
+def unreadable(request: Request | None, request_id: str, number: int, model: str) -> AttemptEvent:
+    """What is taken for the stored end of attempt ``number`` when nobody can read it: failed for good."""
+    code, message = "internal_error", "How the attempt ended cannot be read."
+    if request is not None:
+        version = request.envelope.version
+        return proposed(request, number, "failed", code, message, version=version, worker_died=False, now_ms=0)
+    return AttemptEvent(
+        request_id=request_id,
+        attempt=number,
+        tenant="",  # So that nobody is told of it.
+        key_id="",
+        model=model,
+        version="",
+        endpoint="chat/completions",
+        priority="interactive",
+        outcome="failed",
+        reporter="scheduler",
+        error_code=code,
+        error_message=message,
+    )
+
+
 def end_data(event: AttemptEvent) -> EndData | None:
     """What the worker's ``end`` frame says of the attempt that ended with ``event``; None when it sends none."""
     if event.reporter != "worker" or event.outcome not in ("completed", "cancelled"):

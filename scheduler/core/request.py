@@ -25,9 +25,11 @@ class Request:
         "counted",
         "deaths",
         "dispatched_at_ms",
+        "end_asked",
         "envelope",
         "exonerated",
         "given_back",
+        "gone_since_ms",
         "history",
         "progress",
         "request_seq",
@@ -64,6 +66,10 @@ class Request:
         self.progress: Progress | None = None
         self.was_in_flight = False
         """Whether the worker of the present attempt said that it has it."""
+        self.gone_since_ms = 0
+        """Since when its worker or WORK does not have the present attempt any more, though no end of it is known."""
+        self.end_asked = False
+        """Whether ATTEMPTS was asked for that end."""
         self.exonerated = False
         """Whether the death of the present attempt's engine or worker is attributed to a poison candidate beside it."""
         self.cancel_reason = ""

@@ -18,5 +18,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     pickup_timeout_ms: int = 15_000
     """An attempt in WORK that its worker, heard and ready, does not have in flight by then is given to another.
     It happens only when something was lost on the way; a worker pulls within milliseconds."""
+    end_overdue_ms: int = 2_000
+    """An attempt that its worker no longer has, and of which no end was told for so long, is looked up in ATTEMPTS:
+    an end follows its storage within milliseconds."""
     starvation_timeout_ms: int = 5_000
     """How long a request that fits no worker may be passed by smaller ones."""

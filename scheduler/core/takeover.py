@@ -54,6 +54,7 @@ class Takeover:
             return
         if not life.recovering:
             life.do(events.DeleteWork(seq))  # Nobody needs it: ended here, or stored too late.
+            life.count_mended("work")
             return
         ended = life.tombstones.ended(item.request.request_id)
         if ended is not None and ended.event.attempt >= item.attempt:

@@ -90,6 +90,29 @@ async def test_what_nobody_can_read_is_dropped_and_blocks_nothing(shell: Shell) 
     assert len(await shell.messages(topology.ATTEMPTS)) == 2, "what the ledger is to judge stays"
 
 
+async def test_an_end_that_nobody_can_read_or_that_was_not_told_ends_its_request(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is stored as something else; the second while the owner hears nothing of ATTEMPTS."""
+    term = await shell.owner(await shell.start())
+    worker = await shell.worker()
+    item = await shell.item(request_id := await shell.submit())
+    await shell.bus.jetstream.store(subjects.attempt(MODEL, request_id, 1), b"[]", msg_id="x", expect_last=0)
+    ended = await shell.state(request_id, "ended")
+    assert ended.outcome == "failed" and ended.error is not None and ended.error.code == "internal_error"
+    await until(lambda: shell.is_empty(topology.WORK), "its message is deleted")
+    item = await shell.item(await shell.submit())
+    await shell.run(worker, item)
+    await shell.state(item.request.request_id, "dispatched")
+    with monkeypatch.context() as deaf:
+        deaf.setattr(term._effects, "tell_end", lambda message: None)
+        await shell.end(worker, item)
+        newest = (await shell.messages(topology.ATTEMPTS))[-1].stream_seq
+        await until(lambda: term._recovery._last_attempt_seq >= newest, "it was to be told")
+    assert (await shell.state(item.request.request_id, "ended")).outcome == "completed"
+    assert term.core.mended == {"attempts": 1}
+
+
 async def test_a_body_beyond_the_cache_is_read_again_at_dispatch(shell: Shell) -> None:
     term = await shell.owner(await shell.start(body_cache_bytes=1000))
     bodies = [b'{"a":"%s"}' % (b"x" * 400), b'{"b":"%s"}' % (b"y" * 400), b'{"c":"%s"}' % (b"z" * 2000)]

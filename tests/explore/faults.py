@@ -63,6 +63,12 @@ def _of_schedulers(world: "World", slots: list[int], *, moved: bool) -> Iterator
                 yield "work stored late", slot, effect
             elif effect[0] == "end" and world.held(sched):
                 yield "end stored late", slot, effect
+        if sched.tail < len(world.attempts):
+            key = world.attempts[sched.tail][:2]
+            if sched.phase == "owner":
+                yield "miss end", slot, key
+            if key not in world.garbled:
+                yield "garble end", slot, key
         if any(request[0] in world.consumed for request in world.requests):
             yield "redeliver requests", slot
 
@@ -101,11 +107,18 @@ def _terms(world: "World") -> list[int]:
     return [sched.epoch for sched in world.scheds]
 
 
+_HARM = {
+    "engine dies": 1,
+    "work unconfirmed": 1,
+    **dict.fromkeys(("engine refuses", "garble end", "publish unconfirmed"), 2),
+}
+
+
 def _harm(name: str, arguments: tuple[object, ...]) -> int:
     """What it may cost: 0 no request, 1 the attempts of one worker, 2 the requests themselves."""
     if name in ("crash", "freeze"):
         return {"s": 0, "w": 1, "g": 2}[str(arguments[0])[0]]
-    return {"engine dies": 1, "work unconfirmed": 1, "engine refuses": 2, "publish unconfirmed": 2}.get(name, 0)
+    return _HARM.get(name, 0)
 
 
 def _fault(name: str, step: Callable[..., None]) -> Callable[..., None]:
@@ -223,6 +236,16 @@ def _engine_refuses(world: "World", slot: int, key: Key) -> None:
     workers.end_run(world, slot, key, "refusal")
 
 
+def _miss_end(world: "World", slot: int, key: Key) -> None:
+    """The owner is not told of what was stored."""
+    world.set_sched(slot, tail=world.scheds[slot].tail + 1)
+
+
+def _garble_end(world: "World", slot: int, key: Key) -> None:
+    """What was stored cannot be read."""
+    world.garbled |= {key}
+
+
 def _redeliver_work(world: "World", slot: int) -> None:
     """After a reconnect the consumer is made anew: all that is not acknowledged comes again."""
     world.set_worker(slot, delivered=frozenset())
@@ -259,6 +282,8 @@ _FAULTS: dict[str, Callable[..., None]] = {
     "redeliver work": _redeliver_work,
     "redeliver requests": _redeliver_requests,
     "delay beat": _delay_beat,
+    "miss end": _miss_end,
+    "garble end": _garble_end,
     "sweep": schedulers.sweep,
 }
 

@@ -59,6 +59,7 @@ SETTINGS = Settings(
     lost_after_beats=LOST_TICKS,
     cancel_repeat_ms=2 * TICK_MS,
     pickup_timeout_ms=5 * TICK_MS,
+    end_overdue_ms=2 * TICK_MS,
 )
 RELAY = RelaySettings(
     silence_ms=4 * TICK_MS,
@@ -252,6 +253,12 @@ def _core_event(op: Op) -> events.Event:
             return events.WorkRefused(rid, attempt, missing)
         case ("ended", data):
             return events.TerminalStored(EVENT.decode(data))
+        case ("unreadable", rid, attempt):
+            return events.EndUnreadable(rid, attempt)
+        case ("end_missing", rid, attempt):
+            return events.EndMissing(rid, attempt)
+        case ("swept", found, newest):
+            return events.WorkSwept(found, newest)
         case ("cancel", rid, data):
             return events.CancelAsked(TENANT, CANCEL.decode(data), rid)
         case ("controlled", rid, attempt, data):
@@ -318,6 +325,8 @@ def _core_output(effect: events.Effect) -> Op:
             return "quarantine", effect.request_seq, effect.work_seq
         case events.StoreTerminal(event):
             return "end", event.request_id, event.attempt, encode(event)
+        case events.ReadEnd(rid, attempt):
+            return "read_end", rid, attempt
         case events.SendControl(worker, order):
             return "control", worker, encode(order)
         case events.RiseAbove(epoch):

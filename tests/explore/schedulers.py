@@ -163,7 +163,7 @@ def _go_on(world: "World", slot: int) -> None:
         case "requests":
             world.set_sched(slot, phase="open", opened=world.now)
         case "open":
-            sweep(world, slot)
+            feed(world, slot, ("all", *_work_found(world)))
             world.set_sched(slot, phase="second", mark=len(world.attempts))
         case "second":
             world.set_sched(slot, phase="owner")
@@ -171,8 +171,14 @@ def _go_on(world: "World", slot: int) -> None:
 
 
 def sweep(world: "World", slot: int) -> None:
-    """Look at all of WORK."""
-    feed(world, slot, ("all", *(("found", seq, item) for seq, _, item in world.work)))
+    """Compare the core with all of WORK."""
+    found = frozenset(seq for seq, _, _ in world.work)
+    feed(world, slot, ("all", *_work_found(world), ("swept", found, world.seq)))
+
+
+def _work_found(world: "World") -> Iterator[Op]:
+    for seq, _, item in world.work:
+        yield "found", seq, item
 
 
 def depose(world: "World", slot: int) -> None:
@@ -188,9 +194,11 @@ def thaw(world: "World", slot: int) -> None:
 
 def _tail(world: "World", slot: int) -> None:
     sched = world.scheds[slot]
-    event = world.attempts[sched.tail][2]
+    rid, attempt, _ = world.attempts[sched.tail]
     world.set_sched(slot, tail=sched.tail + 1)
-    feed(world, slot, ("ended", event))
+    fact = world.end_fact(rid, attempt)
+    assert fact is not None
+    feed(world, slot, fact)
 
 
 def _consume(world: "World", slot: int, seq: int) -> None:
@@ -225,6 +233,9 @@ def _do(world: "World", slot: int, effect: Op) -> None:
         case ("end", rid, attempt, data):
             if world.held(sched):
                 world.store_end(rid, attempt, data)
+                _tell_end(world, slot, rid, attempt)
+        case ("read_end", rid, attempt):
+            _tell_end(world, slot, rid, attempt)
         case ("work", rid, attempt, worker, _, request_seq, work_seq):
             if (item := item_of(world, slot, effect)) is None or not world.held(sched):
                 return
@@ -233,6 +244,12 @@ def _do(world: "World", slot: int, effect: Op) -> None:
                 return
             seq = world.store_work(rid, attempt, worker, item)
             world.set_sched(slot, told=(*world.scheds[slot].told, ("work_stored", rid, attempt, seq)))
+
+
+def _tell_end(world: "World", slot: int, rid: str, attempt: int) -> None:
+    """What ATTEMPTS answers about an attempt is on its way to the core."""
+    fact = world.end_fact(rid, attempt) or ("end_missing", rid, attempt)
+    world.set_sched(slot, told=(*world.scheds[slot].told, fact))
 
 
 def _ack(world: "World", sched: Sched, seq: int) -> None:

@@ -61,6 +61,7 @@ BROKEN: dict[str, tuple[Parts, Scenario, set[str]]] = {
     "silent on a stream": (Parts(relay=mutants.SilentRelay), STREAM, {"no request fails in vain"}),
     "silent on an answer": (Parts(relay=mutants.SilentRelay), ANSWER, {"no request fails in vain"}),
     "billing": (Parts(worker=mutants.BillingWorker), STREAM, {"nobody pays for our failures"}),
+    "trusting": (Parts(core=mutants.TrustingCore), ANSWER, {"everything comes to its end"}),
     "counting": (Parts(core=mutants.CountingCore), DRAINS, {"no request fails in vain"}),
     "epochless": (Parts(work_id=mutants.work_id_without_epoch), LATE_WORK, {"what is dispatched reaches its worker"}),
 }

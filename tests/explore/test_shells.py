@@ -111,7 +111,9 @@ class Streams:
         before = len(world.attempts)
         world.store_end(event.request_id, event.attempt, data)
         if len(world.attempts) == before:
-            raise WrongSequence(subject)
+            refusal = WrongSequence(subject)
+            refusal.found = await self.last(topology.ATTEMPTS, subject)
+            raise refusal
         return Stored(len(world.attempts), False)
 
     async def get(self, stream: str, seq: int) -> Incoming | None:
@@ -132,6 +134,7 @@ class Streams:
     async def last(self, stream: str, subject: str) -> Incoming | None:
         for rid, attempt, data in self.world.attempts:
             if subjects.attempt("m", rid, attempt) == subject:
+                data = b"?" if (rid, attempt) in self.world.garbled else data
                 return Incoming(subject, "", data, None, None, (1, 0, 0))  # type: ignore[arg-type]
         return None
 
@@ -183,6 +186,12 @@ def told(event: events.Event) -> Op:
             return "tell", "work_stored", rid, attempt, seq
         case events.WorkRefused(rid, attempt, missing):
             return "tell", "work_refused", rid, attempt, missing
+        case events.TerminalStored(end):
+            return "tell", "ended", encode(end)
+        case events.EndUnreadable(rid, attempt):
+            return "tell", "unreadable", rid, attempt
+        case events.EndMissing(rid, attempt):
+            return "tell", "end_missing", rid, attempt
         case events.ControlAnswered(rid, attempt, answer):
             return "tell", "controlled", rid, attempt, encode(answer)
     raise TypeError(event)

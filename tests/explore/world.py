@@ -23,6 +23,7 @@ from tests.explore.records import (
     Action,
     Asked,
     Gateway,
+    Key,
     Message,
     Op,
     Scenario,
@@ -44,6 +45,7 @@ class World:
         "attempts",
         "consumed",
         "faults",
+        "garbled",
         "gate",
         "harm",
         "late",
@@ -85,6 +87,8 @@ class World:
         """WORK: (sequence, worker, item)."""
         self.attempts: tuple[tuple[str, int, bytes], ...] = ()
         """ATTEMPTS, in the order of storage."""
+        self.garbled: frozenset[Key] = frozenset()
+        """Attempts whose stored end no scheduler can read."""
         self.stored_ids: tuple[tuple[str, int], ...] = ()
         """Message ids that WORK and REQUESTS have taken, with their sequences."""
         self.seq = 0
@@ -174,6 +178,14 @@ class World:
         if sum(event.engine_death for _, event in self.ends_of(rid)) > DEATHS_MAX:
             raise Violation("a request ends two engines at most", f"{rid} attempt {attempt}")
         return True
+
+    def end_fact(self, rid: str, attempt: int) -> Op | None:
+        """What a scheduler reads of an attempt's stored end; None: there is none."""
+        if (rid, attempt) in self.garbled:
+            return ("unreadable", rid, attempt)
+        return next(
+            (("ended", data) for known, number, data in self.attempts if (known, number) == (rid, attempt)), None
+        )
 
     def ends_of(self, rid: str) -> Iterator[tuple[int, Any]]:
         for known, number, data in self.attempts:
@@ -391,6 +403,7 @@ class World:
                 self.consumed,
                 mark(self.work, now, forms.flat_form),
                 mark(self.attempts, now, forms.flat_form),
+                self.garbled,
                 frozenset(self.stored_ids),
                 mark(self.net, now, forms.net_form),
                 mark(self.late, now, forms.late_form),
@@ -431,7 +444,7 @@ class World:
         for asked in self.gate.asked:
             if asked.ending is None:
                 raise Violation("every request ends", f"{asked.rid} has no ending")
-            ends = [event for _, event in self.ends_of(asked.rid)]
+            ends = [event for number, event in self.ends_of(asked.rid) if (asked.rid, number) not in self.garbled]
             if asked.ending[0] != "left" and any(event.billable and event.outcome == "cancelled" for event in ends):
                 raise Violation("nobody pays for our failures", f"{asked.rid} ends with {asked.ending}")
             if sum(event.engine_death for event in ends) == DEATHS_MAX:

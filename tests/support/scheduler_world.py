@@ -215,6 +215,8 @@ class World:
             case events.StoreWork():
                 core = self.core
                 self.pending.append(lambda: self.store_work(core, effect))
+            case events.ReadEnd(request_id, attempt):
+                self.pending.append(lambda: self.read_end(request_id, attempt))
             case events.SendControl(worker, order):
                 self.pending.append(lambda: self.control(worker, order))
 
@@ -246,6 +248,10 @@ class World:
         self.attempts[key] = event
         self.untold.append(event)
         return True
+
+    def read_end(self, request_id: str, attempt: int) -> None:
+        event = self.attempts.get((request_id, attempt))
+        self.feed(events.TerminalStored(event) if event else events.EndMissing(request_id, attempt))
 
     def store_work(self, core: Core, effect: events.StoreWork) -> None:
         request = core.awaits_work(effect)

@@ -74,6 +74,8 @@ class TokenLedger:
                     self._reserve(asked.request_id, asked.tenant, cost, cost, now_ms)
             case events.TerminalStored(end):
                 self._end(end, core, now_ms)
+            case events.EndUnreadable(request_id) if (known := core.tombstones.ended(request_id)) is not None:
+                self._ended[request_id] = known.event  # Failed: all comes back.
             case events.WorkFound() | events.RequestStored():
                 self._found(event.item.request if isinstance(event, events.WorkFound) else event.envelope, core, now_ms)
         for request_id in [known for known in self._open if known not in core.requests]:

@@ -7,7 +7,7 @@ import pytest
 
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch
-from contracts.messages.control import CancelRequest, Progress, StreamOwnerHeartbeat
+from contracts.messages.control import CancelRequest, ControlAnswer, Progress, StreamOwnerHeartbeat
 from contracts.messages.frames import ErrorData, LostData
 from contracts.messages.records import TenantLimits, TenantRecord
 from scheduler.core import events
@@ -519,6 +519,81 @@ def test_the_only_worker_gets_back_what_it_gave_back_once_it_is_heard() -> None:
     made.feed(events.LoopbackSeen())
     made.feed(events.WorkerSeen(worker.beat()))
     assert made.core.requests[request_id].worker == worker.name
+
+
+def missed(made: World) -> str:
+    """A request that its worker has ended, whose stored end the core is not told."""
+    worker = made.ready_worker()
+    request_id = made.submit()
+    made.run_pending()
+    made.pull(worker)
+    made.end(worker, worker.running.pop((request_id, 1)), "completed")
+    made.untold.clear()
+    return request_id
+
+
+def pass_until_settled(made: World, request_id: str) -> None:
+    for _ in range(20):
+        made.pass_time(500)
+        if request_id not in made.core.requests:
+            return
+    raise AssertionError(f"{made.core.requests[request_id]} waits for its end")
+
+
+@pytest.mark.parametrize("by", ["heartbeat", "cancel", "sweep"])
+def test_an_end_that_was_not_told_is_looked_up(by: str) -> None:
+    made = World()
+    request_id = missed(made)
+    if by == "cancel":
+        made.feed(events.ControlAnswered(request_id, 1, ControlAnswer(status="ended")))
+    elif by == "sweep":
+        made.core.requests[request_id].was_in_flight = False
+        made.feed(events.WorkSwept(frozenset(made.work), made.seq))
+    pass_until_settled(made, request_id)
+    tombstone = made.core.tombstones.ended(request_id)
+    assert tombstone is not None and tombstone.event.outcome == "completed"
+    assert made.core.mended == {"attempts": 1}
+
+
+def test_what_work_holds_and_nobody_needs_is_deleted_and_counted() -> None:
+    made = World()
+    worker = made.ready_worker()
+    made.submit()
+    made.run_pending()
+    ((seq, item),) = made.work.items()
+    made.pull(worker)
+    made.end(worker, worker.running.pop((item.request.request_id, 1)), "completed")
+    made.run_pending()
+    made.work[seq] = item
+    made.read_work()
+    made.run_pending()
+    assert not made.work and made.core.mended == {"work": 1}
+
+
+def test_an_attempt_that_vanished_without_an_end_is_lost_and_tried_again() -> None:
+    made = World()
+    worker = made.ready_worker()
+    request_id = made.submit(stream=False)
+    made.run_pending()
+    made.pull(worker)
+    worker.running.clear()
+    while (request_id, 1) not in made.attempts:
+        made.pass_time(500)
+    assert made.attempts[(request_id, 1)].outcome == "lost"
+    made.pass_time(500)
+    assert made.core.requests[request_id].attempt == 2
+
+
+def test_an_end_that_nobody_can_read_ends_the_request_once() -> None:
+    made = World()
+    request_id = missed(made)
+    made.feed(events.EndUnreadable(request_id, 1))
+    assert ERROR.decode(made.frames[request_id][-1].data).code == "internal_error"
+    made.begin_term()
+    made.feed(events.EndUnreadable("another", 1))
+    later = made.submit(request_id="another")
+    assert not made.answers[later].admitted, "it has ended"
+    assert not made.core.requests
 
 
 def test_work_of_another_epoch_has_another_id_in_work() -> None:
