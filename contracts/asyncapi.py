@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from contracts import subjects, topology
+from contracts.messages.administration import ActivityAnswer, AdminAnswer, AdminCall, AuditEntry, KeyActivity
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.attempts import AttemptEvent, DeadLetter, Quarantined
 from contracts.messages.control import (
@@ -32,7 +33,7 @@ from contracts.messages.control import (
 )
 from contracts.messages.frames import EndData, ErrorData, FramesAnswer, FramesRequest, LostData, ReplyMessage
 from contracts.messages.queues import QueueAnswer
-from contracts.messages.records import Budget, KeyRecord, Manifest, Price, TenantRecord
+from contracts.messages.records import Budget, KeyRecord, KeyUse, Manifest, Price, TenantRecord
 from contracts.messages.request import RequestEnvelope, SubmitAnswer, SubmitRequest, WorkItem
 from contracts.messages.usage import (
     ExplainAnswer,
@@ -70,12 +71,13 @@ class Channel(msgspec.Struct, frozen=True):
     """Where the subject is no function, whose first line says it."""
 
 
-_OPERATED: Sequence[Party] = ("operator", "gateway")
+_OPERATED: Sequence[Party] = ("operator", "scheduler")
 _QUERIES = (UsageQuery, LatencyQuery, InvoiceQuery, ExplainQuery)
 _ANSWERS = (UsageAnswer, LatencyAnswer, InvoiceAnswer, ExplainAnswer)
 
 _RECORDS: Sequence[tuple[str, str, type[msgspec.Struct], str, _Parties, _Parties]] = (
-    ("key", topology.KEYS, KeyRecord, "API keys by the HMAC of their secret.", _OPERATED, ["gateway"]),
+    ("key", topology.KEYS, KeyRecord, "API keys by id and HMAC of their secret.", _OPERATED, ["gateway"]),
+    ("use", topology.USES, KeyUse, "When each key was last used, by its id.", ["scheduler"], ["operator", "gateway"]),
     ("tenant", topology.TENANTS, TenantRecord, "Tenants.", _OPERATED, ["gateway", "scheduler"]),
     ("model", topology.MODELS, Manifest, "Models.", _OPERATED, ["gateway", "scheduler", "worker"]),
     ("budget", topology.BUDGETS, Budget, "What was billed in a month, by tenant.", ["ledger"], ["scheduler"]),
@@ -131,6 +133,17 @@ CHANNELS = (
     Channel("queues", subjects.queues, [], ["gateway", "operator"], ["scheduler"], [QueueAnswer]),
     Channel("workerHeartbeat", subjects.worker_heartbeat, [WorkerHeartbeat], ["worker"], ["scheduler"]),
     Channel("loopbackHeartbeat", subjects.loopback_heartbeat, [LoopbackHeartbeat], ["scheduler"], ["scheduler"]),
+    Channel("adminCall", subjects.admin_call, [AdminCall], ["gateway"], ["scheduler"], [AdminAnswer]),
+    Channel(
+        "keyActivity",
+        subjects.ADMIN_ACTIVITY,
+        [KeyActivity],
+        ["gateway"],
+        ["scheduler"],
+        [ActivityAnswer],
+        summary="Uses of keys and failed logins, every few seconds.",
+    ),
+    Channel("audit", subjects.audit, [AuditEntry], ["scheduler", "operator"], ["operator"], stream=topology.AUDIT),
     Channel("quarantine", subjects.quarantine, [Quarantined], ["scheduler"], ["operator"], stream=topology.QUARANTINE),
     Channel(
         "deadLetter",

@@ -100,16 +100,19 @@ def _keep(*buckets: str) -> Iterator[str]:
         yield from _read(f"KV_{bucket}")
 
 
+_ADMINISTERED = (topology.KEYS, topology.USES, topology.TENANTS, topology.MODELS)
 _BODIES = f"OBJ_{topology.BODIES}"
 
-# The admin API is the gateways', so they keep tenants, keys and models.
+# Nothing that people manage is a gateway's to write: it asks the admin service.
 _GATEWAY = (
     *(form(subject) for subject in (subjects.admit, subjects.request, subjects.gateway_cancel, subjects.status)),
     *(form(subject) for subject in (subjects.frames, subjects.queues)),
     subjects.USAGE_QUERIES,
     subjects.stream_owner_heartbeat(form(subjects.gateway_stream_owner)),
     *_watch(topology.KEYS, topology.TENANTS, topology.MODELS),
-    *_keep(topology.KEYS, topology.TENANTS, topology.MODELS),
+    *(each for bucket in _ADMINISTERED for each in _read(f"KV_{bucket}")),
+    subjects.ADMIN_CALLS,
+    subjects.ADMIN_ACTIVITY,
     f"$O.{topology.BODIES}.C.*",
     f"$O.{topology.BODIES}.M.*",
     f"$JS.API.STREAM.PURGE.{_BODIES}",
@@ -129,7 +132,8 @@ _SCHEDULER = (
     f"$JS.API.STREAM.MSG.DELETE.{topology.WORK}",
     f"$JS.API.CONSUMER.INFO.{topology.WORK}.*",
     *_watch(topology.TENANTS, topology.BUDGETS, topology.MODELS),
-    *_keep(topology.LEASES),
+    *_keep(topology.LEASES, *_ADMINISTERED),
+    form(subjects.audit),
 )
 
 _WORKER = (
@@ -163,6 +167,8 @@ _ROLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             form(subjects.status),
             form(subjects.queues),
             subjects.HEARTBEATS,
+            subjects.ADMIN_CALLS,
+            subjects.ADMIN_ACTIVITY,
         ),
     ),
     "worker": (_WORKER, (form(subjects.control), form(subjects.frames))),

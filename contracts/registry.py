@@ -1,30 +1,34 @@
 """Records that people manage: tenants, API keys and models, in KV buckets that every service watches.
 
-Used by the command line and by the admin API, so that both say the same. Secrets of keys are shown once, when made;
-what is stored is their HMAC under the pepper. Every function raises HeadraceError with what to change.
+How they are checked, read and written. Who may change them, and the trail of it, is contracts.administration's: nobody
+else calls what writes here. Every function raises HeadraceError with what to change.
 """
 
+import contextlib
+import re
 import secrets
 import unicodedata
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from contracts import ids, subjects, topology
-from contracts.bus import Bus, WrongSequence
+from contracts import subjects, topology
+from contracts.bus import Bus, KvEntry, WrongSequence
 from contracts.clock import now_ms
 from contracts.errors import HeadraceError
-from contracts.keys import Peppers
+from contracts.keys import Peppers, problem_of
 from contracts.messages.admission import DEADLINE_MS_MAX
-from contracts.messages.base import Codec
-from contracts.messages.records import KeyRecord, Manifest, PoolLimits, TenantLimits, TenantRecord
+from contracts.messages.base import Codec, fields_of
+from contracts.messages.records import KeyRecord, KeyUse, Manifest, PoolLimits, TenantLimits, TenantRecord
 
-R = TypeVar("R", TenantRecord, Manifest)
+R = TypeVar("R", bound=msgspec.Struct)
 
 _TENANT = Codec[TenantRecord](TenantRecord)
 _KEY = Codec[KeyRecord](KeyRecord)
+_USE = Codec[KeyUse](KeyUse)
 _MANIFEST = Codec[Manifest](Manifest)
+_KEY_ID = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 
 CHANGES_TRIED_MAX = 8
 """Tries of a change that others overtake; each one reads the record again."""
@@ -37,11 +41,18 @@ COUNT_MAX = 2**53 - 1
 """Of what is counted: larger whole numbers are not exact as floats, nor in JavaScript."""
 
 
-class NewKey(msgspec.Struct, frozen=True, kw_only=True):
-    """A key as its owner sees it, this once."""
+class Changed(msgspec.Struct, Generic[R], frozen=True):
+    """A record before and after a change; None: there was, or is, none."""
 
-    id: str
-    key: str
+    before: R | None
+    after: R | None
+
+
+class ShownKey(KeyRecord, frozen=True, kw_only=True):
+    """A key as operators see it."""
+
+    last_used_at_ms: int = 0
+    """To the minute; 0: not yet."""
 
 
 def check_name(kind: str, name: str) -> str:
@@ -91,7 +102,7 @@ def _check_count(field: str, value: float | None) -> None:
         raise HeadraceError("invalid_request", f"{field} must be at most {COUNT_MAX}", param=field)
 
 
-async def create_tenant(bus: Bus, record: TenantRecord) -> TenantRecord:
+async def create_tenant(bus: Bus, record: TenantRecord) -> Changed[TenantRecord]:
     """A new tenant; an existing one with the same settings is returned as it is, another one refused."""
     record = msgspec.structs.replace(check_tenant(record), created_at_ms=now_ms())
     try:
@@ -100,8 +111,8 @@ async def create_tenant(bus: Bus, record: TenantRecord) -> TenantRecord:
         present = await tenant(bus, record.name)
         if present is None or msgspec.structs.replace(present, created_at_ms=record.created_at_ms) != record:
             raise HeadraceError("conflict", f"tenant {record.name} exists with other settings") from error
-        return present
-    return record
+        return Changed(present, present)
+    return Changed(None, record)
 
 
 async def tenant(bus: Bus, name: str) -> TenantRecord | None:
@@ -116,85 +127,127 @@ async def tenants(bus: Bus) -> list[TenantRecord]:
     return sorted(records, key=lambda record: record.name)
 
 
-async def change_tenant(bus: Bus, name: str, change: Callable[[TenantRecord], TenantRecord]) -> TenantRecord:
+async def change_tenant(bus: Bus, name: str, change: Callable[[TenantRecord], TenantRecord]) -> Changed[TenantRecord]:
     """Apply ``change`` to the tenant as it is; seen by every service within a second."""
     missing = f"there is no tenant {name} (make it with: headrace tenant create)"
     return await _change(bus, topology.TENANTS, name, _TENANT, lambda record: check_tenant(change(record)), missing)
 
 
-def with_limits(
-    record: TenantRecord, limits: dict[str, int | None], *, model: str | None = None, **fields: Any
-) -> TenantRecord:
-    """``record`` with some fields changed, and some limits: of one model, or of all that have none of their own."""
-    if limits and model is not None:
-        own = msgspec.structs.replace(record.model_limits.get(model, record.limits), **limits)
-        fields["model_limits"] = {**record.model_limits, model: own}
-    elif limits:
-        fields["limits"] = msgspec.structs.replace(record.limits, **limits)
-    return msgspec.structs.replace(record, **fields)
-
-
-async def create_key(bus: Bus, peppers: Peppers, tenant_name: str, *, admin: bool = False) -> NewKey:
-    """A new key of an existing tenant."""
-    if await tenant(bus, tenant_name) is None:
+async def require_tenant(bus: Bus, name: str) -> None:
+    """Raises HeadraceError (not_found)."""
+    if await tenant(bus, name) is None:
         raise HeadraceError(
-            "not_found", f"there is no tenant {tenant_name} (make it with: headrace tenant create)", param="tenant"
+            "not_found", f"there is no tenant {name} (make it with: headrace tenant create)", param="tenant"
         )
-    secret = ids.api_key()
-    record = await keep_key(bus, peppers, secret, tenant_name, admin=admin)
-    return NewKey(id=record.id, key=secret)
 
 
-async def keep_key(bus: Bus, peppers: Peppers, secret: str, tenant_name: str, *, admin: bool = False) -> KeyRecord:
-    """The record of ``secret``, made unless there is one, be it revoked or not."""
-    name = peppers.hashes(secret.encode())[0]
-    identifier = f"key_{secrets.token_hex(8)}"
-    record = KeyRecord(id=identifier, tenant=tenant_name, admin=admin, created_at_ms=now_ms())
-    try:
-        await bus.kv.create(topology.KEYS, name, _KEY.encode(record))
-    except WrongSequence:
-        entry = await bus.kv.get(topology.KEYS, name)
-        if entry is None:
-            raise
-        return _KEY.decode(entry.value)
+def check_key(record: KeyRecord) -> KeyRecord:
+    """``record`` when every value makes sense."""
+    if problem := problem_of(record.scopes, record.addresses, record.note):
+        field, reason = problem
+        raise HeadraceError("invalid_request", reason, param=field)
     return record
 
 
-async def keys(bus: Bus) -> list[KeyRecord]:
+def check_expiry(at_ms: int) -> None:
+    """Raises HeadraceError when a key could not be used any more."""
+    if at_ms < 0 or 0 < at_ms <= now_ms():
+        raise HeadraceError("invalid_request", "expires_at_ms has passed", param="expires_at_ms")
+
+
+async def keep_key(bus: Bus, peppers: Peppers, secret: str, record: KeyRecord) -> Changed[KeyRecord]:
+    """The record of ``secret``, made from this one unless there is one, be it revoked or not. Its id is given here."""
+    if present := await keys_of_secret(bus, peppers, secret.encode()):
+        return Changed(present[0], present[0])
+    place = peppers.hashes(secret.encode())[0]
+    identifier = f"key_{secrets.token_hex(8)}"
+    made = msgspec.structs.replace(record, id=identifier, pepper=peppers.name(), created_at_ms=now_ms())
+    await bus.kv.create(topology.KEYS, f"{identifier}.{place}", _KEY.encode(made))
+    return Changed(None, made)
+
+
+async def keys_of_secret(bus: Bus, peppers: Peppers, secret: bytes) -> list[KeyRecord]:
+    """The records of a secret: one, two while it moves to a new pepper, none when nobody knows it."""
+    found = [await bus.kv.all(topology.KEYS, f"*.{place}") for place in peppers.hashes(secret)]
+    return [_KEY.decode(entry.value) for entries in found for entry in entries.values()]
+
+
+async def keys(bus: Bus) -> list[ShownKey]:
     """Oldest first."""
-    records = [_KEY.decode(entry.value) for entry in (await bus.kv.all(topology.KEYS)).values()]
-    return sorted(records, key=lambda record: (record.created_at_ms, record.id))
+    entries = (await bus.kv.all(topology.KEYS)).values()
+    uses = {key: _USE.decode(entry.value).used_at_ms for key, entry in (await bus.kv.all(topology.USES)).items()}
+    records = {record.id: record for entry in entries if (record := _KEY.decode(entry.value))}
+    shown = [ShownKey(**fields_of(KeyRecord, each), last_used_at_ms=uses.get(each.id, 0)) for each in records.values()]
+    return sorted(shown, key=lambda record: (record.created_at_ms, record.id))
 
 
-async def revoke_key(bus: Bus, identifier: str) -> KeyRecord:
-    """Revoke the key with this id; one that is revoked stays as it is."""
-    for entry in (await bus.kv.all(topology.KEYS)).values():
-        record = _KEY.decode(entry.value)
-        if record.id != identifier:
-            continue
-        if record.revoked_at_ms:
-            return record
-        revoked = msgspec.structs.replace(record, revoked_at_ms=now_ms())
-        await bus.kv.put(topology.KEYS, entry.key, _KEY.encode(revoked))
-        return revoked
+async def key(bus: Bus, identifier: str) -> KeyRecord:
+    """The key with this id."""
+    for entry in (await _places(bus, identifier)).values():
+        return _KEY.decode(entry.value)
     raise HeadraceError("not_found", f"there is no key with the id {identifier}")
 
 
-async def put_manifest(bus: Bus, manifest: Manifest) -> None:
+async def change_key(bus: Bus, identifier: str, change: Callable[[KeyRecord], KeyRecord]) -> Changed[KeyRecord]:
+    """Apply ``change`` to the key with this id; again until it holds, for a key may be on its way to a new pepper."""
+    before = await key(bus, identifier)
+    for _ in range(CHANGES_TRIED_MAX):
+        entries = (await _places(bus, identifier)).values()
+        records = {entry.key: _KEY.decode(entry.value) for entry in entries}
+        wanted = {place: check_key(change(record)) for place, record in records.items()}
+        if wanted == records:
+            return Changed(before, change(before))
+        for entry in entries:
+            if wanted[entry.key] != records[entry.key]:
+                with contextlib.suppress(WrongSequence):  # then the next look finds it
+                    value = _KEY.encode(wanted[entry.key])
+                    await bus.kv.update(topology.KEYS, entry.key, value, revision=entry.revision)
+    raise HeadraceError("conflict", f"{identifier} is being changed by others; try again")
+
+
+async def move_key(bus: Bus, peppers: Peppers, secret: bytes) -> None:
+    """Move a secret's key from the previous pepper to the current one; nothing when it is there."""
+    current, *previous = peppers.hashes(secret)
+    for old in [entry for place in previous for entry in (await bus.kv.all(topology.KEYS, f"*.{place}")).values()]:
+        record = msgspec.structs.replace(_KEY.decode(old.value), pepper=peppers.name())
+        place, moved = f"{record.id}.{current}", 0
+        with contextlib.suppress(WrongSequence):  # somebody else moves it
+            moved = await bus.kv.create(topology.KEYS, place, _KEY.encode(record))
+        try:
+            await bus.kv.delete(topology.KEYS, old.key, revision=old.revision)
+        except WrongSequence:
+            # It was changed, perhaps revoked, after it was read: the copy must not outlive that.
+            if moved:
+                await bus.kv.delete(topology.KEYS, place, revision=moved)
+
+
+async def keep_use(bus: Bus, identifier: str, at_ms: int) -> None:
+    """Note when a key was last used; nothing for what cannot be a key's id."""
+    if not _KEY_ID.match(identifier):
+        return
+    await bus.kv.put(topology.USES, identifier, _USE.encode(KeyUse(used_at_ms=at_ms)))
+
+
+async def _places(bus: Bus, identifier: str) -> dict[str, KvEntry]:
+    if not _KEY_ID.match(identifier):
+        return {}
+    return await bus.kv.all(topology.KEYS, f"{identifier}.*")
+
+
+async def put_manifest(bus: Bus, manifest: Manifest) -> Changed[Manifest]:
     """Enter a model as it was prepared; limits and fallbacks that an operator set for it stay."""
     check_name("model name", manifest.name)
     entry = await bus.kv.get(topology.MODELS, subjects.encode(manifest.name))
-    if entry is not None:
-        present = _MANIFEST.decode(entry.value)
+    present = None if entry is None else _MANIFEST.decode(entry.value)
+    if present is not None:
         manifest = msgspec.structs.replace(manifest, limits=present.limits, fallbacks=present.fallbacks)
     await bus.kv.put(topology.MODELS, subjects.encode(manifest.name), _MANIFEST.encode(manifest))
+    return Changed(present, manifest)
 
 
-async def keep_only(bus: Bus, names: set[str]) -> None:
-    """Remove the manifests of all other models."""
-    for manifest in await models(bus):
-        if manifest.name not in names:
-            await bus.kv.delete(topology.MODELS, subjects.encode(manifest.name))
+async def remove_model(bus: Bus, name: str) -> None:
+    """Remove a model's manifest."""
+    await bus.kv.delete(topology.MODELS, subjects.encode(name))
 
 
 async def models(bus: Bus) -> list[Manifest]:
@@ -203,9 +256,17 @@ async def models(bus: Bus) -> list[Manifest]:
     return sorted(manifests, key=lambda manifest: manifest.name)
 
 
+async def model(bus: Bus, name: str) -> Manifest:
+    """The model's manifest."""
+    entry = await bus.kv.get(topology.MODELS, subjects.encode(check_name("model name", name)))
+    if entry is None:
+        raise HeadraceError("not_found", f"there is no model {name}")
+    return _MANIFEST.decode(entry.value)
+
+
 async def change_model(
     bus: Bus, name: str, *, limits: dict[str, Any] | None = None, fallbacks: list[str] | None = None
-) -> Manifest:
+) -> Changed[Manifest]:
     """Change bounds of the model's queue (fields of PoolLimits) or its fallbacks, which must be other models."""
     if fallbacks is not None:
         known = {manifest.name for manifest in await models(bus)}
@@ -226,17 +287,20 @@ async def change_model(
     return await _change(bus, topology.MODELS, name, _MANIFEST, change, f"there is no model {name}")
 
 
-async def _change(bus: Bus, bucket: str, name: str, codec: Codec[R], change: Callable[[R], R], missing: str) -> R:
+async def _change(
+    bus: Bus, bucket: str, name: str, codec: Codec[R], change: Callable[[R], R], missing: str
+) -> Changed[R]:
     """Compare-and-set until nobody was in between."""
     key = subjects.encode(check_name("name", name))
     for _ in range(CHANGES_TRIED_MAX):
         entry = await bus.kv.get(bucket, key)
         if entry is None:
             raise HeadraceError("not_found", missing)
-        record = change(codec.decode(entry.value))
+        before = codec.decode(entry.value)
+        record = change(before)
         try:
             await bus.kv.update(bucket, key, codec.encode(record), revision=entry.revision)
         except WrongSequence:
             continue
-        return record
+        return Changed(before, record)
     raise HeadraceError("conflict", f"{name} is being changed by others; try again")

@@ -199,6 +199,28 @@ def queues(model: str) -> str:
     return f"queues.v1.{encode(model)}"
 
 
+ADMIN_CALLS = "admin.v1.do.>"
+"""All actions of operators."""
+
+ADMIN_ACTIVITY = "admin.v1.activity"
+"""What gateways saw of keys."""
+
+
+def admin_call(action: str) -> str:
+    """An operator's action by way of a gateway, which any scheduler performs; ``keys.create`` is area and verb."""
+    return f"admin.v1.do.{action}"
+
+
+def action_of_admin_call(subject: str) -> str:
+    """The action of an ``admin_call`` subject."""
+    return subject.removeprefix("admin.v1.do.")
+
+
+def audit(area: str) -> str:
+    """Where an area's entries of the audit trail are appended (stream AUDIT)."""
+    return f"audit.v1.{encode(area)}"
+
+
 HEARTBEATS = "hb.v1.>"
 
 

@@ -12,8 +12,10 @@ WORK = "WORK"
 ATTEMPTS = "ATTEMPTS"
 DEAD_LETTERS = "DEAD_LETTERS"
 QUARANTINE = "QUARANTINE"
+AUDIT = "AUDIT"
 
 KEYS = "keys"
+USES = "uses"
 TENANTS = "tenants"
 MODELS = "models"
 LEASES = "leases"
@@ -67,7 +69,7 @@ def _bucket(name: str, mib: int, **settings: Any) -> dict[str, Any]:
 
 
 # The server sets max_bytes aside from its storage limit (three quarters of the free disk by default), so the
-# sum of about 3.4 GiB is kept moderate; a stream without max_bytes is bounded otherwise.
+# sum of about 3.7 GiB is kept moderate; a stream without max_bytes is bounded otherwise.
 STREAMS: list[dict[str, Any]] = [
     # Bodies over 64 KB travel by reference: 512 MiB hold 8,000 of the largest messages, four full pools of
     # 2,000.
@@ -83,8 +85,23 @@ STREAMS: list[dict[str, Any]] = [
     _stream(DEAD_LETTERS, ["dead.v1.>"], discard="old", max_age=30 * _DAY, max_bytes=128 * _MIB),
     # Requests that ended engines: for a person to look at within a week. Without bodies, or with sealed ones.
     _stream(QUARANTINE, ["quarantine.v1.>"], discard="old", max_age=7 * _DAY, max_bytes=128 * _MIB),
+    # What operators did, and failed logins: appended and never taken away, by nobody. Entries of some 600 bytes;
+    # 50,000 of each area, so that a flood of failed logins pushes out no action. The server ends them at last by
+    # age or size.
+    _stream(
+        AUDIT,
+        ["audit.v1.>"],
+        discard="old",
+        max_age=400 * _DAY,
+        max_bytes=256 * _MIB,
+        max_msgs_per_subject=50_000,
+        deny_delete=True,
+        deny_purge=True,
+    ),
     # Records of some 300 bytes: 64 MiB hold 200,000 keys, tenants or budgets; manifests have some 10 KB.
     _bucket(KEYS, 64),
+    # When each key was last used, some 150 bytes.
+    _bucket(USES, 32),
     _bucket(TENANTS, 64),
     _bucket(MODELS, 64),
     _bucket(LEASES, 16, subject_delete_marker_ttl=LEASE_MARKER_TTL_S * _SECOND),

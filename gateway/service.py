@@ -13,6 +13,7 @@ from gateway.config import GatewayConfig
 from gateway.http import routes, server
 from gateway.http.inference import Inference
 from gateway.http.typed import Services
+from gateway.intake.activity import Activity, Reporter
 from gateway.intake.admission import Intake
 from gateway.intake.auth import Directory
 from gateway.intake.bus_submit import NatsIngress
@@ -31,14 +32,16 @@ class Gateway:
     """``run`` serves until ``stop`` is called."""
 
     def __init__(self, config: GatewayConfig, bus: Bus) -> None:
-        self._config = config
+        self.config = config
         self._bus = bus
         self._stopping = asyncio.Event()
         self.addresses: list[str] = []
         """Where it listens, once it serves."""
         self.admin_addresses: list[str] = []
         """Where the admin API is."""
-        self._directory = Directory(Peppers.parse(config.pepper))
+        activity = Activity()
+        self._reporter = Reporter(bus, activity)
+        self._directory = Directory(Peppers.parse(config.pepper), activity)
         self._catalog = Catalog()
         self._hub = Hub(bus, ids.incarnation("gw"), hold_s=config.hold_s, bytes_max=config.stream_bytes_max)
         intake = Intake(
@@ -71,16 +74,15 @@ class Gateway:
 
     async def run(self) -> None:
         """Serve; when it returns, everything that was begun has ended."""
-        public, private = server.listen(self._config.listen), server.listen(self._config.admin_listen)
+        public, private = server.listen(self.config.listen), server.listen(self.config.admin_listen)
         await self._directory.start(self._bus)
         await self._catalog.start(self._bus)
         await self._hub.start()
         await self._ingress.start()
         self._readiness.start()
-        callers = server.Server(routes.public(self._services, self._inference, (usage.own,)), public, self._config)
-        operators = server.Server(
-            routes.private(self._services, (usage.everyones, admin.router)), private, self._config
-        )
+        self._reporter.start()
+        callers = server.Server(routes.public(self._services, self._inference, (usage.own,)), public, self.config)
+        operators = server.Server(routes.private(self._services, (usage.everyones, admin.router)), private, self.config)
         gc.freeze()  # What stands so far is never looked at again: a full collection would pause streams for 30 ms.
         for each in (callers, operators):
             each.start()
@@ -98,7 +100,7 @@ class Gateway:
         self._readiness.draining = True
         self._inference.draining = True
         await self._ingress.close()
-        if not self._bus.closed.is_set() and await self._inference.finished(self._config.grace_s):
+        if not self._bus.closed.is_set() and await self._inference.finished(self.config.grace_s):
             _log.info("gateway_drained")
             return
         _log.warning("gateway_drained", cut_off=len(self._hub))
@@ -109,6 +111,7 @@ class Gateway:
 
     async def _close(self) -> None:
         await self._readiness.close()
+        await self._reporter.close()
         await self._hub.close()
         await self._catalog.close()
         await self._directory.close()

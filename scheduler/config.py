@@ -1,12 +1,15 @@
 """Configuration of the scheduler process; the numbers of its core are in ``core.settings``."""
 
 from contracts import sealed
-from contracts.service.config import Count, ServiceConfig
+from contracts.keys import Peppers
+from contracts.service.config import Count, Secret, ServiceConfig
 
 
 class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     """``HEADRACE_<NAME>`` sets a field; spans are seconds."""
 
+    pepper: Secret
+    """The gateways' (contracts.keys): the admin service judges keys itself."""
     lost_after_s: float = 3.0
     """Silence after which a worker or stream owner is lost."""
     lease_ttl_s: Count = 2
@@ -24,6 +27,10 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     def problems(self) -> list[str]:
         """What is wrong between values, a line each."""
         wrong = super().problems()
+        try:
+            Peppers.parse(self.pepper)
+        except ValueError as error:
+            wrong.append(f"HEADRACE_PEPPER: {error}")
         if self.lease_renew_s * 2 > self.lease_ttl_s:
             wrong.append("HEADRACE_LEASE_RENEW_S must be at most half of HEADRACE_LEASE_TTL_S")
         if self.lost_after_s < 2 * self.heartbeat_s:

@@ -1,4 +1,5 @@
 """The scheduler process: campaigns for the lease of every model in the registry, and runs a term of each that it owns.
+Beside that it serves administration, as every other does.
 
 Nothing about requests is decided here (``core``); what happens during a term is ``term``'s.
 """
@@ -11,8 +12,10 @@ import structlog
 
 from contracts import ids, subjects, topology
 from contracts.bus import Bus, BusError, KvEntry
+from contracts.keys import Peppers
 from contracts.messages.base import Codec
 from contracts.messages.records import Budget, Manifest, TenantRecord
+from scheduler.administration import AdminService
 from scheduler.config import SchedulerConfig
 from scheduler.core import events
 from scheduler.lease import Lease
@@ -37,6 +40,7 @@ class Scheduler:
         self._budgets: dict[str, events.BudgetSeen] = {}
         self._terms: dict[str, Term] = {}
         self._campaigns: dict[str, asyncio.Task[None]] = {}
+        self._admin = AdminService(bus, Peppers.parse(config.pepper))
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stopping = asyncio.Event()
         Collector(lambda: [term.core for term in self._terms.values()]).register()
@@ -59,6 +63,8 @@ class Scheduler:
             ):
                 watch = await self._bus.kv.watch(bucket, handler)
                 stack.push_async_callback(watch.close)
+            await self._admin.start()
+            stack.push_async_callback(self._admin.close)
             stopping = asyncio.create_task(self._stopping.wait())
             try:
                 waiting: set[asyncio.Future[Any]] = {stopping, self._broken}

@@ -16,6 +16,7 @@ import typer
 from compose.stack.data_dir import ComposeError, Target, find_target
 
 if TYPE_CHECKING:
+    from contracts.administration import Administration
     from contracts.bus import Bus
 
 T = TypeVar("T")
@@ -53,6 +54,21 @@ def on_bus(data_dir: Path | None, work: "Callable[[Bus, Target], Awaitable[T]]")
             await bus.close()
 
     return asyncio.run(perform())
+
+
+def administer(
+    data_dir: Path | None, work: "Callable[[Administration], Awaitable[T]]", *, makes_keys: bool = False
+) -> T:
+    """What ``work`` gives, as the operator's action on that stack; raises ComposeError."""
+    from compose.stack import records
+    from compose.stack.data_dir import read_peppers
+    from contracts.administration import Administration
+
+    def perform(bus: "Bus", target: Target) -> Awaitable[T]:
+        peppers = read_peppers(target.pepper) if makes_keys else None
+        return work(Administration(bus, records.operator(), peppers=peppers))
+
+    return on_bus(data_dir, perform)
 
 
 def show(value: object, text: str, *, as_json: bool) -> None:

@@ -9,6 +9,7 @@ import sys
 import typer
 
 from compose.cli import (
+    audit,
     dead_letters,
     doctor,
     explain,
@@ -38,6 +39,7 @@ COMMANDS = (
     invoice.invoice,
     explain.explain,
     nats_config.nats_config,
+    audit.audit,
 )
 GROUPS = {
     "tenant": tenant.app,

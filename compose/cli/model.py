@@ -1,11 +1,11 @@
 """``headrace model``: models in the registry."""
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compose.cli.common import DataDirOption, JsonOption, names, on_bus, show, table
+from compose.cli.common import DataDirOption, JsonOption, administer, names, on_bus, show, table
 from compose.stack.data_dir import Engine, Target
 
 if TYPE_CHECKING:
@@ -33,15 +33,17 @@ def model_add(
     as_json: JsonOption = False,
 ) -> None:
     """Prepare a model's files here and enter it into the registry; also makes the bus ready for services."""
+    from compose.stack import records
     from compose.stack.manifest import default_model, make_manifest
-    from contracts import registry, topology
+    from contracts import topology
+    from contracts.administration import Administration
 
     manifest = make_manifest(engine, name or default_model(engine), sim_context)
 
     async def enter(bus: "Bus", _: Target) -> None:
         for line in await topology.ensure(bus):
             print(f"note: {line}", file=sys.stderr)
-        await registry.put_manifest(bus, manifest)
+        await Administration(bus, records.operator()).put_model(manifest)
 
     on_bus(data_dir, enter)
     show(manifest, f"model {manifest.name} {manifest.version}", as_json=as_json)
@@ -61,6 +63,8 @@ def model_limits(
 ) -> None:
     """Show or change the bounds of a model's queue and its fallbacks."""
     from contracts import registry
+    from contracts.forms import ModelChange
+    from contracts.messages.records import Manifest
 
     given = {
         "queued_requests": queued_requests,
@@ -69,9 +73,17 @@ def model_limits(
         "tenant_queued_tokens": tenant_queued_tokens,
         "kv_overbooking": kv_overbooking,
     }
-    limits = {field: value for field, value in given.items() if value is not None}
-    others = None if fallbacks is None else [] if fallbacks == "none" else names(fallbacks)
-    manifest = on_bus(data_dir, lambda bus, _: registry.change_model(bus, name, limits=limits, fallbacks=others))
+    changes: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
+    if fallbacks is not None:
+        changes["fallbacks"] = [] if fallbacks == "none" else names(fallbacks)
+
+    async def look(bus: "Bus", _: Target) -> Manifest:
+        return await registry.model(bus, name)
+
+    if changes:
+        manifest = administer(data_dir, lambda do: do.change_model(name, ModelChange(**changes)))
+    else:
+        manifest = on_bus(data_dir, look)
     lines = [f"{field:24}{getattr(manifest.limits, field):g}" for field in given]
     lines.append(f"{'fallbacks':24}{', '.join(manifest.fallbacks) or '-'}")
     kept = {"name": manifest.name, "limits": manifest.limits, "fallbacks": manifest.fallbacks}

@@ -1,13 +1,10 @@
 """``headrace tenant``: tenants and their limits, in the registry of a running stack."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from compose.cli.common import DataDirOption, JsonOption, names, on_bus, show, table
-
-if TYPE_CHECKING:
-    from contracts.messages.records import TenantRecord
+from compose.cli.common import DataDirOption, JsonOption, administer, names, on_bus, show, table
 
 app = typer.Typer(no_args_is_help=True, help="Tenants and their limits.")
 
@@ -29,16 +26,17 @@ def tenant_create(
 ) -> None:
     """Make a tenant. A limit that is not given is unlimited."""
     from contracts import registry
-    from contracts.messages.records import TenantLimits, TenantRecord
+    from contracts.forms import LimitsChange, NewTenant
 
     if not 0 < weight < float("inf"):
         raise typer.BadParameter("the weight is a number above 0", param_hint="--weight")
     allowed = None if models is None else names(models)
     if allowed == []:
         raise typer.BadParameter("no model is named", param_hint="--models")
-    limits = TenantLimits(rpm=rpm, input_tpm=input_tpm, output_tpm=output_tpm, concurrency=concurrency)
-    wanted = registry.check_tenant(TenantRecord(name=name, limits=limits, weight=weight, models=allowed))
-    record = on_bus(data_dir, lambda bus, _: registry.create_tenant(bus, wanted))
+    limits = LimitsChange(rpm=rpm, input_tpm=input_tpm, output_tpm=output_tpm, concurrency=concurrency)
+    wanted = NewTenant(name=name, limits=limits, weight=weight, models=allowed)
+    registry.check_tenant(wanted.record())
+    record = administer(data_dir, lambda do: do.create_tenant(wanted))
     show(record, f"tenant {record.name}", as_json=as_json)
 
 
@@ -64,7 +62,7 @@ def tenant_set(
     as_json: JsonOption = False,
 ) -> None:
     """Change a tenant; what is not given stays. Every service follows within a second."""
-    from contracts import registry
+    from contracts.forms import LimitsChange, TenantChange
 
     limits = _changes(
         rpm=rpm,
@@ -93,10 +91,12 @@ def tenant_set(
     if not fields and not limits:
         raise typer.BadParameter("nothing is to be changed")
 
-    def change(record: "TenantRecord") -> "TenantRecord":
-        return registry.with_limits(record, limits, model=model, **fields)
-
-    record = on_bus(data_dir, lambda bus, _: registry.change_tenant(bus, name, change))
+    of_limits = LimitsChange(**limits)
+    if model is None:
+        change = TenantChange(limits=of_limits, **fields)
+    else:
+        change = TenantChange(model_limits={model: of_limits} if limits else {}, **fields)
+    record = administer(data_dir, lambda do: do.change_tenant(name, change))
     show(record, f"tenant {record.name} changed", as_json=as_json)
 
 

@@ -3,6 +3,9 @@
 Tenants, keys and models are contracts.registry's. Raises ComposeError where the ledger refuses.
 """
 
+import getpass
+import os
+import platform
 from collections.abc import AsyncIterator
 from decimal import Decimal, InvalidOperation
 from typing import TypeVar
@@ -10,7 +13,8 @@ from typing import TypeVar
 import msgspec
 
 from compose.stack.data_dir import ComposeError
-from contracts import subjects, topology
+from contracts import audit, subjects, topology
+from contracts.audit import Actor
 from contracts.bus import Bus
 from contracts.messages.attempts import DeadLetter, Quarantined
 from contracts.messages.base import Codec, Message
@@ -33,7 +37,7 @@ from contracts.messages.usage import (
     UsageQuery,
     UsageRow,
 )
-from contracts.registry import check_name
+from contracts.registry import Changed, check_name
 from ledger.core import money
 
 A = TypeVar("A", bound=LedgerAnswer)
@@ -46,6 +50,15 @@ _PRICE = Codec[Price](Price)
 _LETTER = Codec[DeadLetter](DeadLetter)
 _QUARANTINED = Codec[Quarantined](Quarantined)
 _QUEUE_ANSWER = Codec[QueueAnswer](QueueAnswer)
+
+
+def operator() -> Actor:
+    """Who has the operator's credentials of the bus, as the audit trail names it: user and host."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = str(os.getuid())
+    return Actor(name="operator", address=f"{user}@{platform.node()}", via="cli")
 
 
 async def queue(bus: Bus, model: str) -> QueueAnswer:
@@ -61,7 +74,9 @@ async def quarantined(bus: Bus, request_id: str = "*") -> list[Quarantined]:
 
 async def drop_quarantined(bus: Bus, request_id: str) -> bool:
     """Forget one; False when it is not there."""
-    return await bus.jetstream.purge(topology.QUARANTINE, _quarantine_subject(request_id)) > 0
+    subject = _quarantine_subject(request_id)
+    async with audit.recorded(bus, operator(), "quarantine.drop", request_id):
+        return await bus.jetstream.purge(topology.QUARANTINE, subject) > 0
 
 
 def _quarantine_subject(request_id: str) -> str:
@@ -137,13 +152,20 @@ async def set_prices(bus: Bus, made: list[Price]) -> None:
         if others:
             raise ComposeError(f"prices are in {others.pop()}; all have one currency")
         key = f"{subjects.encode(price.model)}.{price.tier}.{price.valid_from}"
-        await bus.kv.put(topology.PRICES, key, _PRICE.encode(price))
+        before = next((each for each in present if _place(each) == _place(price)), None)
+        async with audit.recorded(bus, operator(), "prices.set", price.model, price) as record:
+            await bus.kv.put(topology.PRICES, key, _PRICE.encode(price))
+            record.changed = Changed(before, price)
+
+
+def _place(price: Price) -> tuple[str, str, str]:
+    return price.model, price.tier, price.valid_from
 
 
 async def prices(bus: Bus) -> list[Price]:
     """By model, tier and day."""
     found = [_PRICE.decode(entry.value) for entry in (await bus.kv.all(topology.PRICES)).values()]
-    return sorted(found, key=lambda price: (price.model, price.tier, price.valid_from))
+    return sorted(found, key=_place)
 
 
 def micros(text: str) -> int:

@@ -32,10 +32,15 @@ from compose.stack.manifest import make_manifest
 from compose.stack.ports import Ports
 from compose.stack.probes import http_reason, nats_reason
 from compose.stack.processes import Child, Probe, Spec, Supervisor
+from compose.stack.records import operator
 from compose.stack.terminal import Terminal, quiet_logs
 from contracts import registry, topology
+from contracts.administration import Administration
 from contracts.bus import Bus, BusError
-from contracts.messages.records import Manifest, TenantRecord
+from contracts.errors import HeadraceError
+from contracts.forms import NewKey, NewTenant
+from contracts.keys import ADMIN_SCOPES
+from contracts.messages.records import Manifest
 
 START_LIMIT_S = 900.0
 """Until everything is ready; a cold disk and a large model take minutes. A guess."""
@@ -170,7 +175,7 @@ class Stack:
             await self.supervisor.wait_ready([self._add_nats()])
         await self._keep_records()
         for index in range(self._options.schedulers):
-            self._add_service("scheduler", index, {})
+            self._add_service("scheduler", index, {"HEADRACE_PEPPER_FILE": str(self._directory.pepper)})
         for index in range(self._options.workers * len(self._manifests)):
             self._add_worker(index, self._manifests[index // self._options.workers])
         for index, port in enumerate(self._gateway_ports):
@@ -207,27 +212,31 @@ class Stack:
         try:
             for line in await topology.ensure(bus):
                 self._terminal.say(f"note: {line}")
-            present = {manifest.name for manifest in await registry.models(bus)} if again else set()
+            do = Administration(bus, operator(), peppers=read_peppers(self._directory.pepper))
+            present = {manifest.name: manifest for manifest in await registry.models(bus)}
+            wanted = {manifest.name: manifest for manifest in self._manifests}
             if not again and not self._options.nats_url:
-                await registry.keep_only(bus, {manifest.name for manifest in self._manifests})
-            for manifest in self._manifests:
-                if manifest.name not in present:
-                    await registry.put_manifest(bus, manifest)
-            await self._keep_first_keys(bus)
-        except BusError as error:
+                for name in present.keys() - wanted.keys():
+                    await do.remove_model(present[name])
+            for name, manifest in wanted.items():
+                if not again or name not in present:
+                    await do.put_model(manifest)
+            await self._keep_first_keys(bus, do)
+        except (BusError, HeadraceError) as error:
             raise ComposeError(f"NATS refused what Headrace keeps there: {error}") from error
         finally:
             await bus.close()
 
-    async def _keep_first_keys(self, bus: Bus) -> None:
+    async def _keep_first_keys(self, bus: Bus, do: Administration) -> None:
         peppers = read_peppers(self._directory.pepper)
-        for tenant, secret, is_admin in (
-            (DEMO_TENANT, self._secrets.key, False),
-            (ADMIN_TENANT, self._secrets.admin_key, True),
+        for tenant, secret, scopes in (
+            (DEMO_TENANT, self._secrets.key, ("inference", "usage")),
+            (ADMIN_TENANT, self._secrets.admin_key, ("usage", *ADMIN_SCOPES)),
         ):
             if await registry.tenant(bus, tenant) is None:
-                await registry.create_tenant(bus, TenantRecord(name=tenant))
-            await registry.keep_key(bus, peppers, secret, tenant, admin=is_admin)
+                await do.create_tenant(NewTenant(name=tenant))
+            if not await registry.keys_of_secret(bus, peppers, secret.encode()):
+                await do.create_key(NewKey(tenant=tenant, scopes=scopes), secret)
 
     def _restarted(self, child: Child) -> None:
         self._write_run()

@@ -69,14 +69,37 @@ class TenantRecord(Message, frozen=True, kw_only=True):
     created_at_ms: int = 0
 
 
+Scope = Literal["inference", "usage", "admin:keys", "admin:tenants", "admin:models", "admin:usage"]
+"""What a key is for. ``usage`` is the own tenant's; ``admin:models`` is models' limits and live queues; ``admin:usage``
+is every tenant's."""
+
+
 class KeyRecord(Message, frozen=True, kw_only=True):
-    """An API key's entry in the KEYS bucket, keyed by the HMAC-SHA256 of the secret (hex). No secret here."""
+    """An API key's entry in the KEYS bucket, keyed ``<id>.<HMAC-SHA256 of the secret, hex>``. No secret here.
+
+    It stands there twice for the moment in which it moves to a new pepper.
+    """
 
     id: str
     tenant: str
-    admin: bool = False
+    scopes: tuple[Scope, ...] = ("inference", "usage")
+    """Never ``inference`` beside one of ``admin:``."""
+    addresses: tuple[str, ...] = ()
+    """Networks (CIDR) whose callers may use it; empty: all."""
+    expires_at_ms: int = 0
+    """0: never."""
+    note: str = ""
+    """What people call it."""
+    pepper: str = ""
+    """Name of the pepper that the hash is under (contracts.keys)."""
     created_at_ms: int = 0
     revoked_at_ms: int = 0
+
+
+class KeyUse(Message, frozen=True, kw_only=True):
+    """A key's entry in the USES bucket, keyed by its id: when it was last used, to the minute."""
+
+    used_at_ms: int
 
 
 class Price(Message, frozen=True, kw_only=True):

@@ -28,6 +28,8 @@ class Exchange:
         self._send = send
         self.request_id = ids.request_id()
         self.client_request_id = _client_request_id(scope["headers"])
+        self.address: str = (scope.get("client") or ("", 0))[0]
+        """The caller's IP address."""
         self.started_at = time.monotonic()
         self.status = 0
         """0 until the answer has begun."""

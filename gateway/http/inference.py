@@ -78,7 +78,7 @@ class Inference:
         if self.draining:
             raise HeadraceError("shutting_down", "This server is shutting down; try again.", retry_after_s=1)
         headers = exchange.scope["headers"]
-        identity = self._directory.authenticate(headers)
+        identity = self._directory.authenticate(headers, exchange.address, "inference")
         log.tenant, log.key_id = identity.tenant.name, identity.key_id
         context = RequestContext(
             request_id=exchange.request_id,

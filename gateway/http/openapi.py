@@ -121,6 +121,8 @@ def _complete(operation: Schema, route: TypedRoute, schemas: _Schemas) -> None:
     """What FastAPI has left open in an operation."""
     success = operation["responses"].pop(str(route.status_code or 200))
     stated = [int(status) for status in operation["responses"] if status != "422"]
+    if PUBLIC not in route.tags:
+        stated.append(429)  # too many failed logins
     if route.body is not None:
         stated += BODY
         operation["requestBody"] = {"required": True, "content": schemas.content(route.body)}

@@ -16,7 +16,18 @@ from gateway.apis.table import APIS
 from gateway.http import openapi, pages
 from gateway.http.edge import Edge
 from gateway.http.inference import Inference
-from gateway.http.typed import BodyReader, CallerDep, Listed, Name, Services, ServicesDep, TypedRoute, refusals
+from gateway.http.typed import (
+    BodyReader,
+    CallerDep,
+    Listed,
+    Name,
+    Services,
+    ServicesDep,
+    TypedRoute,
+    caller_for,
+    refusals,
+)
+from gateway.intake.auth import Identity
 
 
 def public(services: Services, inference: Inference, routers: Iterable[APIRouter]) -> Edge:
@@ -86,7 +97,9 @@ async def one_model(services: ServicesDep, caller: CallerDep, model: Name) -> Mo
 
 @models.post("/messages/count_tokens", responses=refusals(404, 429, 503))
 async def count_tokens(
-    services: ServicesDep, caller: CallerDep, body: Annotated[bytes, Depends(BodyReader(messages.CountBody, raw=True))]
+    services: ServicesDep,
+    caller: Annotated[Identity, Depends(caller_for("inference"))],
+    body: Annotated[bytes, Depends(BodyReader(messages.CountBody, raw=True))],
 ) -> TokenCount:
     """Anthropic: input tokens of a message; nothing is billed, and only a flood of it is refused."""
     return TokenCount(await services.intake.count(messages.COUNT, caller.tenant, body))

@@ -6,7 +6,7 @@ the OpenAPI document says (``gateway.http.openapi``).
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
 
 import msgspec
@@ -15,9 +15,11 @@ from fastapi.routing import APIRoute
 
 from contracts.bus import Bus
 from contracts.errors import HeadraceError
+from contracts.messages.records import Scope
 from gateway.apis import fields
 from gateway.config import GatewayConfig
 from gateway.http import body
+from gateway.http.exchange import Exchange
 from gateway.intake.admission import Intake
 from gateway.intake.auth import Directory, Identity
 from gateway.intake.catalog import Catalog
@@ -54,18 +56,18 @@ Name = Annotated[str, Path(min_length=1)]
 ServicesDep = Annotated[Services, Depends(services_of)]
 
 
-async def authenticated(request: Request, services: ServicesDep) -> Identity:
-    """Raises HeadraceError (invalid_api_key)."""
-    return services.directory.authenticate(request.scope["headers"])
+def caller_for(scope: Scope | None) -> Callable[[Request, Services], Awaitable[Identity]]:
+    """Dependency: the caller, whose key is for ``scope``. Raises HeadraceError as ``Directory.authenticate`` does."""
+
+    async def judged(request: Request, services: ServicesDep) -> Identity:
+        exchange: Exchange = request.scope["headrace"]
+        return services.directory.authenticate(exchange.scope["headers"], exchange.address, scope)
+
+    return judged
 
 
-CallerDep = Annotated[Identity, Depends(authenticated)]
-
-
-async def administrator(caller: CallerDep) -> None:
-    """Raises HeadraceError (invalid_api_key, permission_denied)."""
-    if not caller.admin:
-        raise HeadraceError("permission_denied", "This needs an admin key.")
+CallerDep = Annotated[Identity, Depends(caller_for(None))]
+"""With any valid key."""
 
 
 class BodyReader:

@@ -1,94 +1,37 @@
-"""``/admin/v1``: tenants, keys, models' limits and live queues, for callers with an admin key.
+"""``/admin/v1``: tenants, keys, models' limits and live queues, for callers with a key for that area.
 
-Same records and same checks as the command line (contracts.registry). Unknown fields are refused here, for a typing
-error in a limit would otherwise be silence.
+What is read is read here; what is changed is asked of the admin service together with the caller's key, for a gateway
+may write none of it.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 
 from contracts import registry, subjects
-from contracts.bus import Unavailable
+from contracts.administration import MadeKey
+from contracts.bus import BusError, Unavailable
 from contracts.errors import HeadraceError
-from contracts.messages.base import Codec, Priority
+from contracts.forms import Form, KeyChange, ModelChange, NewKey, NewTenant, TenantChange
+from contracts.messages.administration import AdminAnswer, AdminCall, Via
+from contracts.messages.base import NOTHING, Codec
 from contracts.messages.queues import QueueAnswer
-from contracts.messages.records import KeyRecord, Manifest, PoolLimits, TenantLimits, TenantRecord
-from gateway.http.typed import BodyReader, Listed, Name, ServicesDep, TypedRoute, administrator, refusals
+from contracts.messages.records import KeyRecord, Manifest, PoolLimits, TenantRecord
+from contracts.registry import ShownKey
+from gateway.http.exchange import Exchange
+from gateway.http.typed import BodyReader, Listed, Name, Services, ServicesDep, TypedRoute, caller_for, refusals
+from gateway.intake.auth import secret_of
 
 ASK_TIMEOUT_S = 2.0
+ADMIN_TIMEOUT_S = 15.0
+"""Longer than the service takes to store two entries of the audit trail and a record."""
 
 _queues = Codec[QueueAnswer](QueueAnswer)
+_call = Codec[AdminCall](AdminCall)
+_answer = Codec[AdminAnswer](AdminAnswer)
 
-
-class Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Base of what an operator sends."""
-
-
-class LimitsChange(Strict, frozen=True, kw_only=True):
-    """Null is unlimited; a field that is left out stays as it is (for a new tenant: unlimited)."""
-
-    rpm: int | msgspec.UnsetType | None = msgspec.UNSET
-    input_tpm: int | msgspec.UnsetType | None = msgspec.UNSET
-    output_tpm: int | msgspec.UnsetType | None = msgspec.UNSET
-    concurrency: int | msgspec.UnsetType | None = msgspec.UNSET
-    queued_requests: int | msgspec.UnsetType | None = msgspec.UNSET
-    queued_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
-
-
-class TenantChange(Strict, frozen=True, kw_only=True):
-    """What is left out stays as it is."""
-
-    limits: LimitsChange = LimitsChange()
-    model_limits: dict[str, LimitsChange | None] = {}
-    """For one model; null removes the model's own limits."""
-    weight: float | msgspec.UnsetType = msgspec.UNSET
-    models: list[str] | msgspec.UnsetType | None = msgspec.UNSET
-    priorities: tuple[Priority, ...] | msgspec.UnsetType = msgspec.UNSET
-    deadline_ms: int | msgspec.UnsetType = msgspec.UNSET
-    monthly_budget_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
-    fallback: bool | msgspec.UnsetType = msgspec.UNSET
-    prefix_caching: bool | msgspec.UnsetType = msgspec.UNSET
-    disabled: bool | msgspec.UnsetType = msgspec.UNSET
-
-    def apply(self, record: TenantRecord) -> TenantRecord:
-        """The record with what is given."""
-        own = dict(record.model_limits)
-        for model, change in self.model_limits.items():
-            if change is None:
-                own.pop(model, None)
-            else:
-                own[model] = msgspec.structs.replace(own.get(model, TenantLimits()), **_given(change))
-        given = _given(self) | {
-            "limits": msgspec.structs.replace(record.limits, **_given(self.limits)),
-            "model_limits": own,
-        }
-        return msgspec.structs.replace(record, **given)
-
-
-class NewTenant(TenantChange, frozen=True, kw_only=True):
-    """A tenant that there is not yet."""
-
-    name: str
-
-
-class NewKeyRequest(Strict, frozen=True, kw_only=True):
-    """Whose key it will be."""
-
-    tenant: str
-    admin: bool = False
-
-
-class ModelChange(Strict, frozen=True, kw_only=True):
-    """What is left out stays as it is."""
-
-    queued_requests: int | msgspec.UnsetType = msgspec.UNSET
-    queued_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    tenant_queued_requests: int | msgspec.UnsetType = msgspec.UNSET
-    tenant_queued_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    kv_overbooking: float | msgspec.UnsetType = msgspec.UNSET
-    fallbacks: list[str] | msgspec.UnsetType = msgspec.UNSET
+R = TypeVar("R", bound=msgspec.Struct)
 
 
 class ModelLimits(msgspec.Struct):
@@ -105,34 +48,69 @@ class ModelLimits(msgspec.Struct):
         return cls(manifest.name, manifest.version, manifest.context, manifest.limits, manifest.fallbacks)
 
 
-def _given(change: Strict) -> dict[str, Any]:
-    return {name: value for name, value in msgspec.structs.asdict(change).items() if value is not msgspec.UNSET}
+class Administrator:
+    """Dependency: asks the admin service in the caller's name."""
 
+    def __init__(self, request: Request, services: ServicesDep) -> None:
+        self._exchange: Exchange = request.scope["headrace"]
+        self._services: Services = services
+
+    async def ask(self, action: str, kind: type[R], *, target: str = "", form: Form | None = None) -> R:
+        """What the action gives; raises HeadraceError."""
+        call = AdminCall(
+            secret=secret_of(self._exchange.scope["headers"]).decode(),
+            address=self._exchange.address,
+            request_id=self._exchange.request_id,
+            via=self._via(),
+            target=target,
+            form=NOTHING if form is None else msgspec.Raw(msgspec.json.encode(form)),
+        )
+        try:
+            data = await self._services.bus.request(
+                subjects.admin_call(action), _call.encode(call), timeout_s=ADMIN_TIMEOUT_S
+            )
+            answer = _answer.decode(data)
+        except (BusError, msgspec.MsgspecError) as error:
+            message = "The admin service does not answer; look before you try again, for it may have been done."
+            raise HeadraceError("unavailable", message, retry_after_s=2) from error
+        if (refused := answer.error) is not None:
+            raise HeadraceError(refused.code, refused.message, param=refused.param, retry_after_s=refused.retry_after_s)
+        return msgspec.json.decode(answer.result, type=kind)
+
+    def _via(self) -> Via:
+        """Browsers say where a request comes from; only pages of this address may call it."""
+        names = {name for name, _ in self._exchange.scope["headers"]}
+        return "console" if b"sec-fetch-site" in names else "api"
+
+
+AdministratorDep = Annotated[Administrator, Depends()]
+TENANTS, KEYS, MODELS = (
+    [Depends(caller_for("admin:tenants"))],
+    [Depends(caller_for("admin:keys"))],
+    [Depends(caller_for("admin:models"))],
+)
+"""Asked for before a body is read."""
 
 router = APIRouter(
-    prefix="/admin/v1",
-    tags=["Administration"],
-    route_class=TypedRoute,
-    dependencies=[Depends(administrator)],
-    responses=refusals(401, 403, 503),
+    prefix="/admin/v1", tags=["Administration"], route_class=TypedRoute, responses=refusals(401, 403, 503)
 )
 
 
-@router.get("/tenants")
+@router.get("/tenants", dependencies=TENANTS)
 async def tenants(services: ServicesDep) -> Listed[TenantRecord]:
     """All tenants."""
     return Listed(await registry.tenants(services.bus))
 
 
-@router.post("/tenants", status_code=201, responses=refusals(409))
+@router.post("/tenants", status_code=201, responses=refusals(409), dependencies=TENANTS)
 async def create_tenant(
-    services: ServicesDep, new: Annotated[NewTenant, Depends(BodyReader(NewTenant))]
+    do: AdministratorDep, new: Annotated[NewTenant, Depends(BodyReader(NewTenant))]
 ) -> TenantRecord:
     """Make a tenant."""
-    return await registry.create_tenant(services.bus, new.apply(TenantRecord(name=new.name)))
+    return await do.ask("tenants.create", TenantRecord, form=new)
 
 
-@router.get("/tenants/{name:path}", responses=refusals(404))
+@router.get("/tenants/{name:path}", responses=refusals(404), dependencies=TENANTS)
 async def tenant(services: ServicesDep, name: Name) -> TenantRecord:
     """One tenant."""
     record = await registry.tenant(services.bus, name)
@@ -141,51 +119,55 @@ async def tenant(services: ServicesDep, name: Name) -> TenantRecord:
     return record
 
 
-@router.patch("/tenants/{name:path}", responses=refusals(404, 409))
+@router.patch("/tenants/{name:path}", responses=refusals(404, 409), dependencies=TENANTS)
 async def change_tenant(
-    services: ServicesDep, name: Name, change: Annotated[TenantChange, Depends(BodyReader(TenantChange))]
+    do: AdministratorDep, name: Name, change: Annotated[TenantChange, Depends(BodyReader(TenantChange))]
 ) -> TenantRecord:
     """Change a tenant; seen by every service within a second."""
-    return await registry.change_tenant(services.bus, name, change.apply)
+    return await do.ask("tenants.change", TenantRecord, target=name, form=change)
 
 
-@router.get("/keys")
-async def keys(services: ServicesDep) -> Listed[KeyRecord]:
-    """All API keys, without their secrets."""
+@router.get("/keys", dependencies=KEYS)
+async def keys(services: ServicesDep) -> Listed[ShownKey]:
+    """All API keys, without their secrets; when each was last used, to the minute."""
     return Listed(await registry.keys(services.bus))
 
 
-@router.post("/keys", status_code=201, responses=refusals(404))
-async def create_key(
-    services: ServicesDep, new: Annotated[NewKeyRequest, Depends(BodyReader(NewKeyRequest))]
-) -> registry.NewKey:
+@router.post("/keys", status_code=201, responses=refusals(404), dependencies=KEYS)
+async def create_key(do: AdministratorDep, new: Annotated[NewKey, Depends(BodyReader(NewKey))]) -> MadeKey:
     """Make an API key; its secret is in this answer and nowhere else."""
-    return await registry.create_key(services.bus, services.directory.peppers, new.tenant, admin=new.admin)
+    return await do.ask("keys.create", MadeKey, form=new)
 
 
-@router.delete("/keys/{id}", responses=refusals(404))
-async def revoke_key(services: ServicesDep, id: Name) -> KeyRecord:
+@router.patch("/keys/{id}", responses=refusals(404, 409), dependencies=KEYS)
+async def change_key(
+    do: AdministratorDep, id: Name, change: Annotated[KeyChange, Depends(BodyReader(KeyChange))]
+) -> KeyRecord:
+    """Change from where and until when an API key may be used."""
+    return await do.ask("keys.change", KeyRecord, target=id, form=change)
+
+
+@router.delete("/keys/{id}", responses=refusals(404), dependencies=KEYS)
+async def revoke_key(do: AdministratorDep, id: Name) -> KeyRecord:
     """Revoke an API key everywhere, within a second."""
-    return await registry.revoke_key(services.bus, id)
+    return await do.ask("keys.revoke", KeyRecord, target=id)
 
 
-@router.get("/models")
+@router.get("/models", dependencies=MODELS)
 async def models(services: ServicesDep) -> Listed[ModelLimits]:
     """All models and the bounds of their queues."""
     return Listed([ModelLimits.of(manifest) for manifest in await registry.models(services.bus)])
 
 
-@router.patch("/models/{model:path}/limits", responses=refusals(404, 409))
+@router.patch("/models/{model:path}/limits", responses=refusals(404, 409), dependencies=MODELS)
 async def change_model(
-    services: ServicesDep, model: Name, change: Annotated[ModelChange, Depends(BodyReader(ModelChange))]
+    do: AdministratorDep, model: Name, change: Annotated[ModelChange, Depends(BodyReader(ModelChange))]
 ) -> ModelLimits:
     """Change the bounds of a model's queue, or its fallbacks."""
-    limits = _given(change)
-    fallbacks = limits.pop("fallbacks", None)
-    return ModelLimits.of(await registry.change_model(services.bus, model, limits=limits, fallbacks=fallbacks))
+    return ModelLimits.of(await do.ask("models.change", Manifest, target=model, form=change))
 
 
-@router.get("/queues")
+@router.get("/queues", dependencies=MODELS)
 async def queues(services: ServicesDep) -> Listed[Any]:
     """Live queues of every model.
 

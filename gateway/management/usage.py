@@ -24,7 +24,8 @@ from contracts.messages.usage import (
     UsageDimension,
     UsageQuery,
 )
-from gateway.http.typed import CallerDep, ServicesDep, TypedRoute, administrator, refusals
+from gateway.http.typed import ServicesDep, TypedRoute, caller_for, refusals
+from gateway.intake.auth import Identity
 
 TIMEOUT_S = 35.0
 """Longer than a ledger lets a question take."""
@@ -124,24 +125,26 @@ class PricedRows(Rows, kw_only=True):
     """Empty while there are no prices."""
 
 
-own = APIRouter(prefix="/v1/usage", tags=["Usage"], route_class=TypedRoute, responses=refusals(401, 503))
+UsageCaller = Annotated[Identity, Depends(caller_for("usage"))]
+
+own = APIRouter(prefix="/v1/usage", tags=["Usage"], route_class=TypedRoute, responses=refusals(401, 403, 503))
 everyones = APIRouter(
     prefix="/admin/v1/usage",
     tags=["Administration"],
     route_class=TypedRoute,
-    dependencies=[Depends(administrator)],
+    dependencies=[Depends(caller_for("admin:usage"))],
     responses=refusals(401, 403, 503),
 )
 
 
 @own.get("")
-async def own_usage(services: ServicesDep, caller: CallerDep, asked: Annotated[OwnUsage, Query()]) -> PricedRows:
+async def own_usage(services: ServicesDep, caller: UsageCaller, asked: Annotated[OwnUsage, Query()]) -> PricedRows:
     """What was used and what it costs."""
     return await _usage(services.bus, asked, caller.tenant.name)
 
 
 @own.get("/latency")
-async def own_latency(services: ServicesDep, caller: CallerDep, asked: Annotated[OwnLatency, Query()]) -> Rows:
+async def own_latency(services: ServicesDep, caller: UsageCaller, asked: Annotated[OwnLatency, Query()]) -> Rows:
     """How long requests took: quantiles of each span."""
     return await _latency(services.bus, asked, caller.tenant.name)
 

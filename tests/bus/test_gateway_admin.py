@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from contracts.keys import ADMIN_SCOPES
 from contracts.messages.records import KeyRecord
 from tests.support.gateway_world import ADMIN, World, serve
 from tests.support.polling import until
@@ -14,7 +15,7 @@ from tests.support.polling import until
 @pytest.fixture
 async def world(nats_url: str, tmp_path: Path) -> AsyncIterator[World]:
     async with serve(nats_url, tmp_path) as world:
-        await world.put_key(ADMIN, KeyRecord(id="operator", tenant="T1", admin=True))
+        await world.put_key(ADMIN, KeyRecord(id="operator", tenant="T1", scopes=("usage", *ADMIN_SCOPES)))
         await until(lambda: knows_key(world), "the gateway knows the key")
         yield world
 

@@ -17,6 +17,7 @@ from tests.support.nats_server import NatsServer
 
 PASSWORD = "secret"
 TENANTS = ("T1", "T2", "Café 1")
+ADMINISTERED = (topology.KEYS, topology.USES, topology.TENANTS, topology.MODELS)
 SUBJECTS = {
     "admit": subjects.admit("m"),
     "request": subjects.request("m", "T1"),
@@ -48,10 +49,7 @@ SUBJECTS = {
     "reply to T1": subjects.tenant_reply_prefix("T1") + "c-1",
     "reply to T2": subjects.tenant_reply_prefix("T2") + "c-1",
     **{f"inbox of {user}": f"_INBOX.{user}.x" for user in (*ROLES, "t.T1", "t.T2")},
-    **{
-        f"key of {bucket}": f"$KV.{bucket}.k"
-        for bucket in (topology.KEYS, topology.TENANTS, topology.MODELS, topology.LEASES, topology.BUDGETS)
-    },
+    **{f"key of {bucket}": f"$KV.{bucket}.k" for bucket in (*ADMINISTERED, topology.LEASES, topology.BUDGETS)},
     "body": "$O.bodies.C.x",
     "stream made": "$JS.API.STREAM.CREATE.X",
     "stream deleted": "$JS.API.STREAM.DELETE.REQUESTS",
@@ -63,6 +61,12 @@ SUBJECTS = {
     "request acknowledged": "$JS.ACK.REQUESTS.sched-m.1.1.1.1.0",
     "event acknowledged": "$JS.ACK.ATTEMPTS.ledger.1.1.1.1.0",
     "key hashes read": "$JS.API.DIRECT.GET.KV_keys",
+    "admin call": subjects.admin_call("keys.create"),
+    "activity of keys": subjects.ADMIN_ACTIVITY,
+    "audit": subjects.audit("keys"),
+    "audit purged": f"$JS.API.STREAM.PURGE.{topology.AUDIT}",
+    "audit deleted": f"$JS.API.STREAM.DELETE.{topology.AUDIT}",
+    "audit changed": f"$JS.API.STREAM.UPDATE.{topology.AUDIT}",
     "nonsense": "something.else",
 }
 """One subject of each kind, by what a message there would mean."""
@@ -73,7 +77,7 @@ MAY_PUBLISH: dict[str, set[str]] = {
     "gateway": {"admit", "request", "queues", "usage", "usage all", "beat of a gateway", "body", "key hashes read"}
     | {f"{kind} {tenant}" for kind in ("status", "frames", "usage") for tenant in ("T1", "T2")}
     | {"a gateway's cancel"}
-    | {f"key of {bucket}" for bucket in (topology.KEYS, topology.TENANTS, topology.MODELS)},
+    | {"admin call", "activity of keys"},
     "scheduler": {
         "work",
         "attempt",
@@ -84,7 +88,8 @@ MAY_PUBLISH: dict[str, set[str]] = {
         "work deleted",
         "request deleted",
     }
-    | {"request acknowledged"}
+    | {"request acknowledged", "audit", "key hashes read"}
+    | {f"key of {bucket}" for bucket in ADMINISTERED}
     | REPLIES,
     "worker": {"attempt", "beat of a worker", "work acknowledged"} | REPLIES,
     "ledger": {"dead", "key of budgets", "event acknowledged", "stream purged"},
@@ -94,6 +99,7 @@ READABLE: dict[str, set[str]] = {
     "operator": set(SUBJECTS),
     "gateway": {"submit T1", "submit T2", "reply to a gateway"},
     "scheduler": {"admit", "cancel T1", "cancel T2", "status T1", "status T2", "queues", "loopback"}
+    | {"admin call", "activity of keys"}
     | {"a gateway's cancel"}
     | {"beat of a worker", "beat of a gateway", "beat of T1", "beat of T2"},
     "worker": {"control", "frames T1", "frames T2"},

@@ -1,13 +1,16 @@
 """The admin surface: limits that are changed by command line or HTTP hold within a second; fallback; live queues."""
 
+import json
+import subprocess
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.support.polling import wait_until
-from tests.support.stack import Stack, StartStack
+from tests.support.stack import ENVIRONMENT, HEADRACE, Stack, StartStack
 
 HELLO = [{"role": "user", "content": "one two three"}]
 
@@ -65,6 +68,63 @@ def test_tenants_and_keys_over_http(stack: Stack, admin: httpx.Client) -> None:
         wait_until(lambda: client.get("/v1/models").status_code == 401, "the key is revoked", 2)
     assert "by-http" in [t["name"] for t in admin.get("/admin/v1/tenants").json()["data"]]
     assert "hr_" not in admin.get("/admin/v1/keys").text
+
+
+def test_keys_by_command_line_and_the_trail_of_all(stack: Stack, admin: httpx.Client, tmp_path: Path) -> None:
+    stack.cli_json("tenant", "create", "trailed", "--rpm", "7")
+    file = tmp_path / "key"
+    options = ("--scopes", "inference", "--addresses", "127.0.0.0/8", "--expires", "2900-01-01", "--note", "for tests")
+    made = stack.cli_json("key", "create", "trailed", *options, "--out", str(file))
+    assert made == {"id": made["id"], "file": str(file)} and file.stat().st_mode & 0o777 == 0o600
+    assert stack.cli("key", "create", "trailed", "--out", str(file)).returncode == 1
+    with stack.client(file.read_text()) as client:
+        wait_until(lambda: client.get("/v1/models").status_code == 200, "the key works")
+        stack.cli_json("key", "set", made["id"], "--addresses", "10.0.0.0/8")
+        wait_until(lambda: client.get("/v1/models").status_code == 403, "it is for another network")
+    admin.patch("/admin/v1/tenants/trailed", json={"weight": 2}).raise_for_status()
+    stack.cli_json("key", "revoke", made["id"])
+    assert stack.cli("key", "create", "nobody").returncode == 1
+
+    entries = [entry for entry in stack.cli_json("audit") if entry["target"] in ("trailed", made["id"], "nobody")]
+    said = [(entry["action"], entry["via"], entry["result"]) for entry in entries]
+    assert said == [
+        ("tenants.create", "cli", "done"),
+        ("keys.create", "cli", "done"),
+        ("keys.change", "cli", "done"),
+        ("tenants.change", "api", "done"),
+        ("keys.revoke", "cli", "done"),
+        ("keys.create", "cli", "refused"),
+    ]
+    assert entries[2]["after"] == {"addresses": ["10.0.0.0/8"]}
+    assert (entries[3]["after"], entries[3]["address"]) == ({"weight": 2.0}, "127.0.0.1")
+    assert file.read_text() not in stack.cli("audit").stdout
+    shown = stack.cli("audit", "--target", "trailed", "--action", "tenants", "--actor", "operator").stdout
+    assert shown.count("trailed") == 2 and "tenants.create" in shown, "the name of the target, and in the new record"
+
+
+def test_failed_logins_are_in_the_trail_with_their_address(stack: Stack) -> None:
+    with stack.client("hr_nobodys") as client:
+        assert client.get("/v1/models").status_code == 401
+
+    def found() -> bool:
+        return any(entry["address"] == "127.0.0.1" for entry in stack.cli_json("audit", "--action", "logins.failed"))
+
+    wait_until(found, "the trail has it")
+
+
+def test_the_trail_can_be_followed(stack: Stack) -> None:
+    command = [*HEADRACE, "audit", "--follow", "--json", "--target", "followed", "--data-dir", str(stack.data_dir)]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as following:
+        try:
+            stack.cli_json("tenant", "create", "followed")
+            assert following.stdout is not None
+            seen = [json.loads(following.stdout.readline()) for _ in range(2)]
+        finally:
+            following.kill()
+    assert [(entry["action"], entry["result"]) for entry in seen] == [
+        ("tenants.create", "intended"),
+        ("tenants.create", "done"),
+    ]
 
 
 @pytest.mark.parametrize(

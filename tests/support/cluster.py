@@ -30,7 +30,7 @@ from contracts.bus import Bus, BusError
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Codec
 from contracts.messages.queues import QueueAnswer
-from contracts.messages.records import TenantRecord
+from contracts.messages.records import KeyRecord, TenantRecord
 from contracts.messages.request import RequestEnvelope
 from contracts.messages.usage import UsageAnswer, UsageQuery, UsageRow
 from tests.support.nats_server import NatsServer, free_port
@@ -165,12 +165,8 @@ class Gateway(Service):
     def __init__(self, cluster: "Cluster", index: int, settings: dict[str, str]) -> None:
         self.port = free_port()
         listen = json.dumps([f"127.0.0.1:{self.port}"])
-        pepper = str(cluster.data.pepper)
         super().__init__(
-            cluster,
-            "gateway",
-            index,
-            settings | {"HEADRACE_LISTEN": listen, "HEADRACE_ADMIN_LISTEN": "[]", "HEADRACE_PEPPER_FILE": pepper},
+            cluster, "gateway", index, settings | {"HEADRACE_LISTEN": listen, "HEADRACE_ADMIN_LISTEN": "[]"}
         )
 
     @property
@@ -209,6 +205,7 @@ class Cluster:
             trust_env=False, timeout=120, limits=httpx.Limits(max_connections=None, max_keepalive_connections=100)
         )
         shared = {f"HEADRACE_{name.upper()}": str(value) for name, value in settings.items()}
+        shared["HEADRACE_PEPPER_FILE"] = str(self.data.pepper)
         self.schedulers = [Service(self, "scheduler", index, shared) for index in range(schedulers)]
         self.workers = [Service(self, "worker", index, shared | {"HEADRACE_MODEL": MODEL}) for index in range(workers)]
         self.gateways = [Gateway(self, index, shared) for index in range(gateways)]
@@ -266,7 +263,7 @@ class Cluster:
             await topology.ensure(bus)
             await registry.put_manifest(bus, make_manifest("simulated", MODEL, 1_048_576))
             await registry.create_tenant(bus, TenantRecord(name=TENANT))
-            await registry.keep_key(bus, read_peppers(self.data.pepper), self.key, TENANT, admin=False)
+            await registry.keep_key(bus, read_peppers(self.data.pepper), self.key, KeyRecord(id="", tenant=TENANT))
 
     # What is on the bus --------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from contracts.messages.request import RequestEnvelope
 from contracts.messages.usage import UsageAnswer, UsageQuery
 from gateway.config import GatewayConfig
 from gateway.service import Gateway
+from scheduler.administration import AdminService
 from tests.support.polling import until
 
 PEPPER = "a pepper for tests that is long enough"
@@ -95,6 +96,7 @@ class World:
 
     async def start(self) -> None:
         subscribe = self.bus.subscribe
+        await AdminService(self.bus, Peppers.parse(self.gateway.config.pepper)).start()
         await subscribe("admit.v1.*", self._on_admit)
         await subscribe("req.v1.>", self._on_request)
         await subscribe("cancel.v1.>", self._on_cancel)
@@ -203,7 +205,7 @@ class World:
         await self.bus.kv.put(topology.TENANTS, subjects.encode(record.name), encode(record))
 
     async def put_key(self, secret: str, record: KeyRecord) -> None:
-        await self.bus.kv.put(topology.KEYS, digest(secret), encode(record))
+        await self.bus.kv.put(topology.KEYS, f"{record.id}.{digest(secret)}", encode(record))
 
     async def put_model(self, manifest: Manifest) -> None:
         await self.bus.kv.put(topology.MODELS, subjects.encode(manifest.name), encode(manifest))
@@ -277,7 +279,7 @@ async def serve(nats_url: str, directory: Path, **settings: Any) -> AsyncIterato
     await topology.ensure(bus)
     gateway_bus = await Bus.connect(nats_url, name="gateway")
     addresses = {"listen": ("127.0.0.1:0",), "admin_listen": ("127.0.0.1:0",)}
-    config = GatewayConfig(pepper=PEPPER, nats_url=nats_url, **(addresses | settings))
+    config = GatewayConfig(**({"pepper": PEPPER, "nats_url": nats_url} | addresses | settings))
     gateway = Gateway(config, gateway_bus)
     world = World(bus, gateway, "")
     await world.start()

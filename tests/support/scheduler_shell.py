@@ -41,6 +41,7 @@ TENANT = "acme"
 MANIFEST = Manifest(name=MODEL, version="v1", engine="simulated", context=1000, default_output_tokens=16)
 BODY = b'{"messages":[{"role":"user","content":"hello"}]}'
 LOST_AFTER_S = 1.0
+PEPPER = "a pepper for tests that is long enough"
 QUICK: dict[str, Any] = {"lost_after_s": LOST_AFTER_S, "heartbeat_s": 0.1, "lease_ttl_s": 1, "lease_renew_s": 0.2}
 LONG_LEASE: dict[str, Any] = {**QUICK, "lease_ttl_s": 20, "lease_renew_s": 10.0}
 """Whoever is deposed notices only after seconds."""
@@ -160,7 +161,7 @@ class Shell:
         """A candidate for the model."""
         bus = await Bus.connect(self._url, name=ids.incarnation("scheduler"), inbox="scheduler")
         self._stack.push_async_callback(bus.close)
-        scheduler = Scheduler(bus, SchedulerConfig(**{**QUICK, **settings}))
+        scheduler = Scheduler(bus, SchedulerConfig(**{"pepper": PEPPER, **QUICK, **settings}))
         self._running[scheduler] = asyncio.create_task(scheduler.run())
         return scheduler
 

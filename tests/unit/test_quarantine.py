@@ -36,9 +36,10 @@ def test_only_the_private_key_opens_what_the_public_one_sealed() -> None:
 
 
 def test_a_scheduler_does_not_start_with_a_bad_key() -> None:
+    pepper = {"HEADRACE_PEPPER": "0" * 32}
     with pytest.raises(ConfigError, match="HEADRACE_QUARANTINE_PUBLIC_KEY is not a key"):
-        load(SchedulerConfig, {"HEADRACE_QUARANTINE_PUBLIC_KEY": "secret"})
-    assert load(SchedulerConfig, {}).quarantine_public_key == ""
+        load(SchedulerConfig, pepper | {"HEADRACE_QUARANTINE_PUBLIC_KEY": "secret"})
+    assert load(SchedulerConfig, pepper).quarantine_public_key == ""
 
 
 def test_the_command_makes_keys_and_shows_bodies_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

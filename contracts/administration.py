@@ -1,0 +1,145 @@
+"""What operators do: the one implementation of each action on tenants, keys and models, each with its audit trail.
+
+The admin service (scheduler/administration.py) performs them for who shows a key by way of a gateway, the command line
+for who has the operator's credentials of the bus.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from contracts import audit, clock, ids, registry
+from contracts.audit import Actor
+from contracts.bus import Bus
+from contracts.errors import HeadraceError
+from contracts.forms import Form, KeyChange, ModelChange, NewKey, NewTenant, TenantChange, given
+from contracts.keys import ADMIN_SCOPES, SCOPES, Peppers
+from contracts.messages.records import KeyRecord, Manifest, Scope, TenantRecord
+
+
+class MadeKey(msgspec.Struct, frozen=True, kw_only=True):
+    """A key as its owner sees it, this once."""
+
+    id: str
+    key: str
+
+
+class Administration:
+    """Actions of one actor, who has been permitted them; ``granted`` are scopes that it may pass on, or take away.
+
+    ``peppers`` are needed where a key is made.
+    """
+
+    def __init__(
+        self, bus: Bus, actor: Actor, *, granted: Iterable[Scope] = SCOPES, peppers: Peppers | None = None
+    ) -> None:
+        self._bus = bus
+        self._actor = actor
+        self._granted = frozenset(granted)
+        self._peppers = peppers
+
+    def _recorded(self, action: str, target: str, asked: Any = None) -> Any:
+        return audit.recorded(self._bus, self._actor, action, target, asked)
+
+    async def create_tenant(self, form: NewTenant) -> TenantRecord:
+        """A new tenant; an existing one with the same settings is returned as it is, another one refused."""
+        async with self._recorded("tenants.create", form.name, form) as record:
+            record.changed = await registry.create_tenant(self._bus, form.record())
+        return record.changed.after
+
+    async def change_tenant(self, name: str, form: TenantChange) -> TenantRecord:
+        """Seen by every service within a second."""
+        async with self._recorded("tenants.change", name, form) as record:
+            record.changed = await registry.change_tenant(self._bus, name, form.apply)
+        return record.changed.after
+
+    async def create_key(self, form: NewKey, secret: str = "") -> MadeKey:
+        """A new key of an existing tenant; with ``secret`` only when nobody knows that yet."""
+        secret = secret or ids.api_key()
+        if self._peppers is None:
+            raise HeadraceError("invalid_request", "the key pepper is not known")
+        async with self._recorded("keys.create", form.tenant, form) as record:
+            self._permit(form.scopes)
+            registry.check_expiry(form.expires_at_ms)
+            await registry.require_tenant(self._bus, form.tenant)
+            made = registry.check_key(KeyRecord(id="", **msgspec.structs.asdict(form)))
+            record.changed = await registry.keep_key(self._bus, self._peppers, secret, made)
+            record.target = record.changed.after.id
+        return MadeKey(id=record.target, key=secret)
+
+    async def change_key(self, identifier: str, form: KeyChange) -> KeyRecord:
+        """Change where and until when a key holds; seen by every gateway within a second."""
+        async with self._recorded("keys.change", identifier, form) as record:
+            await self._permit_on(identifier)
+            if form.expires_at_ms is not msgspec.UNSET:
+                registry.check_expiry(form.expires_at_ms)
+            record.changed = await registry.change_key(
+                self._bus, identifier, lambda key: msgspec.structs.replace(key, **given(form))
+            )
+        return record.changed.after
+
+    async def revoke_key(self, identifier: str) -> KeyRecord:
+        """Out at every gateway within a second; one that is revoked stays as it is."""
+        now_ms = clock.now_ms()
+        async with self._recorded("keys.revoke", identifier) as record:
+            await self._permit_on(identifier)
+            record.changed = await registry.change_key(
+                self._bus,
+                identifier,
+                lambda key: msgspec.structs.replace(key, revoked_at_ms=key.revoked_at_ms or now_ms),
+            )
+        return record.changed.after
+
+    async def change_model(self, name: str, form: ModelChange) -> Manifest:
+        """Change the bounds of a model's queue, or its fallbacks."""
+        limits = given(form)
+        fallbacks = limits.pop("fallbacks", None)
+        async with self._recorded("models.change", name, form) as record:
+            record.changed = await registry.change_model(self._bus, name, limits=limits, fallbacks=fallbacks)
+        return record.changed.after
+
+    async def put_model(self, manifest: Manifest) -> None:
+        """Enter a model as it was prepared."""
+        async with self._recorded("models.put", manifest.name) as record:
+            record.changed = await registry.put_manifest(self._bus, manifest)
+
+    async def remove_model(self, manifest: Manifest) -> None:
+        """Remove a model from the registry."""
+        async with self._recorded("models.remove", manifest.name) as record:
+            await registry.remove_model(self._bus, manifest.name)
+            record.changed = registry.Changed(manifest, None)
+
+    def _permit(self, scopes: Iterable[Scope]) -> None:
+        """Nobody gives away, or manages, what it may not do itself. Raises HeadraceError."""
+        beyond = (set(scopes) & set(ADMIN_SCOPES)) - self._granted
+        if beyond:
+            raise HeadraceError(
+                "permission_denied", f"your key is not for {', '.join(sorted(beyond))}, so it manages no key that is"
+            )
+
+    async def _permit_on(self, identifier: str) -> None:
+        self._permit((await registry.key(self._bus, identifier)).scopes)
+
+
+class Action(msgspec.Struct, frozen=True):
+    """An action that may be asked for with a key of ``scope``."""
+
+    scope: Scope
+    form: type[Form]
+    perform: Callable[[Administration, str, Any], Awaitable[msgspec.Struct]]
+
+
+class NoForm(Form, frozen=True, kw_only=True):
+    """Where there is nothing to say."""
+
+
+ACTIONS: dict[str, Action] = {
+    "tenants.create": Action("admin:tenants", NewTenant, lambda do, _, form: do.create_tenant(form)),
+    "tenants.change": Action("admin:tenants", TenantChange, lambda do, name, form: do.change_tenant(name, form)),
+    "keys.create": Action("admin:keys", NewKey, lambda do, _, form: do.create_key(form)),
+    "keys.change": Action("admin:keys", KeyChange, lambda do, id, form: do.change_key(id, form)),
+    "keys.revoke": Action("admin:keys", NoForm, lambda do, id, _: do.revoke_key(id)),
+    "models.change": Action("admin:models", ModelChange, lambda do, name, form: do.change_model(name, form)),
+}
+"""What the admin service does; the rest is for who has the operator's credentials."""

@@ -1,0 +1,104 @@
+"""What operators send: forms that refuse unknown fields, for a typing error in a limit would otherwise be silence.
+
+Used by the admin API, the admin service and the command line alike. Pure.
+"""
+
+from typing import Any
+
+import msgspec
+
+from contracts.messages.base import Priority
+from contracts.messages.records import Scope, TenantLimits, TenantRecord
+
+
+class Form(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base. A field that is left out stays as it is."""
+
+
+def given(form: Form) -> dict[str, Any]:
+    """The fields that were not left out."""
+    return {name: value for name, value in msgspec.structs.asdict(form).items() if value is not msgspec.UNSET}
+
+
+class LimitsChange(Form, frozen=True, kw_only=True):
+    """Null is unlimited; a field that is left out stays as it is (for a new tenant: unlimited)."""
+
+    rpm: int | msgspec.UnsetType | None = msgspec.UNSET
+    input_tpm: int | msgspec.UnsetType | None = msgspec.UNSET
+    output_tpm: int | msgspec.UnsetType | None = msgspec.UNSET
+    concurrency: int | msgspec.UnsetType | None = msgspec.UNSET
+    queued_requests: int | msgspec.UnsetType | None = msgspec.UNSET
+    queued_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
+
+    def apply(self, limits: TenantLimits) -> TenantLimits:
+        """The limits with what is given."""
+        return msgspec.structs.replace(limits, **given(self))
+
+
+class TenantChange(Form, frozen=True, kw_only=True):
+    """What is left out stays as it is."""
+
+    limits: LimitsChange = LimitsChange()
+    model_limits: dict[str, LimitsChange | None] = {}
+    """For one model, which else begins with the limits for all; null removes the model's own."""
+    weight: float | msgspec.UnsetType = msgspec.UNSET
+    models: list[str] | msgspec.UnsetType | None = msgspec.UNSET
+    priorities: tuple[Priority, ...] | msgspec.UnsetType = msgspec.UNSET
+    deadline_ms: int | msgspec.UnsetType = msgspec.UNSET
+    monthly_budget_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
+    fallback: bool | msgspec.UnsetType = msgspec.UNSET
+    prefix_caching: bool | msgspec.UnsetType = msgspec.UNSET
+    disabled: bool | msgspec.UnsetType = msgspec.UNSET
+
+    def apply(self, record: TenantRecord) -> TenantRecord:
+        """The record with what is given."""
+        limits, own = self.limits.apply(record.limits), dict(record.model_limits)
+        for model, change in self.model_limits.items():
+            if change is None:
+                own.pop(model, None)
+            else:
+                own[model] = change.apply(own.get(model, limits))
+        return msgspec.structs.replace(record, **given(self) | {"limits": limits, "model_limits": own})
+
+
+class NewTenant(TenantChange, frozen=True, kw_only=True):
+    """A tenant that there is not yet."""
+
+    name: str
+
+    def record(self) -> TenantRecord:
+        """The record that it becomes."""
+        return self.apply(TenantRecord(name=self.name))
+
+
+class NewKey(Form, frozen=True, kw_only=True):
+    """A key to be made."""
+
+    tenant: str
+    scopes: tuple[Scope, ...] = ("inference", "usage")
+    """`inference` and `usage`, or areas of the administration with `usage`: an admin key does no inference."""
+    addresses: tuple[str, ...] = ()
+    """Networks such as `10.0.0.0/8` whose callers may use it; empty: all."""
+    expires_at_ms: int = 0
+    """Unix ms; 0: never."""
+    note: str = ""
+    """What people call it."""
+
+
+class KeyChange(Form, frozen=True, kw_only=True):
+    """What is left out stays as it is."""
+
+    addresses: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    expires_at_ms: int | msgspec.UnsetType = msgspec.UNSET
+    note: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ModelChange(Form, frozen=True, kw_only=True):
+    """What is left out stays as it is."""
+
+    queued_requests: int | msgspec.UnsetType = msgspec.UNSET
+    queued_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    tenant_queued_requests: int | msgspec.UnsetType = msgspec.UNSET
+    tenant_queued_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    kv_overbooking: float | msgspec.UnsetType = msgspec.UNSET
+    fallbacks: list[str] | msgspec.UnsetType = msgspec.UNSET

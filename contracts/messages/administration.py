@@ -1,0 +1,96 @@
+"""Administration: what operators ask of the admin service by way of a gateway, and the audit trail."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from contracts.messages.base import NOTHING, Message
+from contracts.messages.frames import ErrorData
+
+Via = Literal["api", "console", "cli"]
+
+LoginFailure = Literal["unknown", "revoked", "expired", "address", "tenant", "scope"]
+"""No such key; a known key that was revoked, has expired, came from a network that is not its own, whose tenant is
+disabled, or that is not for the administration and tried."""
+
+Result = Literal["intended", "done", "refused", "failed"]
+
+
+class AdminCall(Message, frozen=True, kw_only=True):
+    """Gateway -> scheduler, ``admin.v1.do.<action>``: one action, with the key that must permit it."""
+
+    secret: str
+    """The caller's API key: who serves the call judges it itself."""
+    address: str
+    request_id: str
+    via: Via = "api"
+    target: str = ""
+    """What is changed: a tenant's or model's name, a key's id; empty for what is made."""
+    form: msgspec.Raw = NOTHING
+    """The action's own form (contracts.forms), as it was sent."""
+
+
+class AdminAnswer(Message, frozen=True, kw_only=True):
+    """What came of it: the changed record, or why not."""
+
+    result: msgspec.Raw = NOTHING
+    error: ErrorData | None = None
+
+
+class FailedLogin(Message, frozen=True, kw_only=True):
+    """Failures of one address since the last report."""
+
+    address: str
+    reason: LoginFailure
+    key_id: str = ""
+    """Of a key that is known."""
+    count: int = 1
+
+
+USED_MAX, OUTDATED_MAX, FAILED_MAX = 1000, 50, 100
+"""Of a report: what is beyond waits for the next one, failures as a number."""
+
+
+class KeyActivity(Message, frozen=True, kw_only=True):
+    """Gateway -> scheduler, ``admin.v1.activity``: uses of keys, failed logins. Answered once it is kept."""
+
+    used: dict[str, int] = {}
+    """Key id -> start of the minute, Unix ms."""
+    outdated: list[str] = []
+    """Secrets whose keys are under the previous pepper; they move to the current one."""
+    failed: list[FailedLogin] = []
+    failed_unlisted: int = 0
+    """Failures beyond those that a report lists."""
+
+
+class ActivityAnswer(Message, frozen=True, kw_only=True):
+    """It is kept."""
+
+
+class AuditEntry(Message, frozen=True, kw_only=True):
+    """An entry of the stream AUDIT, ``audit.v1.<area>``; never a secret.
+
+    An action has two with the same id: ``intended`` before anything is done, without which nothing is done; then what
+    came of it. One without a second was cut off, and may have been done.
+    """
+
+    id: str
+    at_ms: int
+    actor: str
+    """Key id; ``operator`` for who has the operator's credentials of the bus; empty when nobody is known."""
+    address: str
+    via: Via
+    action: str
+    """Area and verb: ``keys.create``; ``logins.failed``."""
+    target: str
+    result: Result
+    reason: str = ""
+    """Why it was refused or failed."""
+    asked: dict[str, Any] = {}
+    """What was asked for, in the first of the two."""
+    before: dict[str, Any] = {}
+    """Changed fields as they were."""
+    after: dict[str, Any] = {}
+    request_id: str = ""
+    count: int = 1
+    """Of failures that the entry stands for."""

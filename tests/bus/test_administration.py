@@ -1,0 +1,270 @@
+"""The admin service and the audit trail, as who has taken over a gateway, or a bad operator, meets them."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from contracts import audit, clock, ids, registry, subjects, topology
+from contracts.administration import Administration
+from contracts.audit import Actor
+from contracts.bus import Bus, BusError
+from contracts.errors import HeadraceError
+from contracts.forms import KeyChange, NewKey, NewTenant, TenantChange
+from contracts.keys import ADMIN_SCOPES, Peppers
+from contracts.messages.administration import AdminAnswer, AdminCall, AuditEntry, FailedLogin, KeyActivity
+from contracts.messages.records import KeyRecord
+from scheduler.administration import FAILURES_PER_MIN, AdminService, FailureLog
+
+OLD, NEW = "0123456789abcdef" * 2, "fedcba9876543210" * 2
+PEPPERS = Peppers.parse(NEW)
+BOTH = Peppers.parse(f"{NEW}\n{OLD}")
+ADDRESS = "192.0.2.7"
+OPERATOR = Actor(name="operator", address="test", via="cli")
+
+
+class World:
+    """One admin service, and whoever calls it."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.do = Administration(bus, OPERATOR, peppers=PEPPERS)
+        self.tenant = ids.incarnation("t")
+
+    async def key(self, *scopes: Any, **fields: Any) -> tuple[str, str]:
+        """Id and secret of a new key."""
+        made = await self.do.create_key(NewKey(tenant=self.tenant, scopes=scopes, **fields))
+        return made.id, made.key
+
+    async def ask(self, action: str, secret: str, target: str = "", **form: Any) -> AdminAnswer:
+        call = AdminCall(
+            secret=secret, address=ADDRESS, request_id="r", target=target, form=msgspec.Raw(json.dumps(form).encode())
+        )
+        data = await self.bus.request(subjects.admin_call(action), msgspec.json.encode(call), timeout_s=10)
+        return msgspec.json.decode(data, type=AdminAnswer)
+
+    async def code(self, action: str, secret: str, target: str = "", **form: Any) -> str:
+        answer = await self.ask(action, secret, target, **form)
+        return answer.error.code if answer.error else ""
+
+    async def trail(self) -> list[AuditEntry]:
+        return await audit.entries(self.bus)
+
+
+@pytest.fixture
+async def world(nats_url: str) -> AsyncIterator[World]:
+    bus = await Bus.connect(nats_url, name="operator")
+    await topology.ensure(bus)
+    service = AdminService(bus, PEPPERS)
+    await service.start()
+    world = World(bus)
+    await world.do.create_tenant(NewTenant(name=world.tenant))
+    yield world
+    await service.close()
+    await bus.close()
+
+
+async def test_an_action_is_done_for_a_key_of_its_area_and_recorded_twice(world: World) -> None:
+    key_id, secret = await world.key("admin:tenants")
+    answer = await world.ask("tenants.change", secret, world.tenant, weight=2)
+    assert answer.error is None and json.loads(bytes(answer.result))["weight"] == 2
+    intended, done = (await world.trail())[-2:]
+    assert (intended.id, intended.result, intended.asked) == (done.id, "intended", {"weight": 2.0})
+    assert (done.result, done.action, done.target, done.actor, done.address, done.via, done.request_id) == (
+        "done", "tenants.change", world.tenant, key_id, ADDRESS, "api", "r",
+    )  # fmt: skip
+    assert (done.before, done.after) == ({}, {"weight": 2.0})
+
+
+async def test_a_gateway_makes_no_key_without_one_that_may(world: World) -> None:
+    """Whatever it sends: no secret, a guessed one, the hash of an admin key, a caller's inference key."""
+    admin_id, admin = await world.key("admin:keys")
+    _, caller = await world.key("inference", "usage")
+    before = {record.id for record in await registry.keys(world.bus)}
+    wanted: dict[str, Any] = {"tenant": world.tenant, "scopes": ["admin:keys"]}
+    for secret in ("", "hr_guessed", PEPPERS.hashes(admin.encode())[0], admin_id):
+        assert await world.code("keys.create", secret, **wanted) == "invalid_api_key"
+    for action in ("keys.create", "tenants.create", "models.change"):
+        assert await world.code(action, caller, **wanted) == "permission_denied"
+    assert await world.code("tenants.create", admin, name="x") == "permission_denied"
+    assert await world.code("nonsense.do", admin) == "not_found"
+    assert {record.id for record in await registry.keys(world.bus)} == before
+    refused = [entry for entry in await world.trail() if entry.actor and entry.result == "refused"]
+    assert [entry.action for entry in refused[-4:]] == [
+        "keys.create", "tenants.create", "models.change", "tenants.create",
+    ]  # fmt: skip
+
+
+async def test_a_key_is_judged_by_the_service_itself(world: World) -> None:
+    """Expired, revoked, from elsewhere, of a disabled tenant: each is refused and in the trail with its address."""
+    now_ms = clock.now_ms()
+    made = {
+        "address": await world.key("admin:keys", addresses=("10.0.0.0/8",)),
+        "expired": await world.key("admin:keys", expires_at_ms=now_ms + 60_000),
+        "revoked": await world.key("admin:keys"),
+    }
+    await registry.change_key(
+        world.bus, made["expired"][0], lambda key: msgspec.structs.replace(key, expires_at_ms=now_ms - 1)
+    )
+    await world.do.revoke_key(made["revoked"][0])
+    for _, secret in made.values():
+        assert await world.code("keys.create", secret, tenant=world.tenant) == "invalid_api_key"
+    _, secret = made["tenant"] = await world.key("admin:tenants")
+    await world.do.change_tenant(world.tenant, TenantChange(disabled=True))
+    assert await world.code("tenants.change", secret, world.tenant, disabled=False) == "invalid_api_key"
+    failed = {entry.reason: entry for entry in await world.trail() if entry.action == "logins.failed"}
+    for reason, (key_id, _) in made.items():
+        assert (failed[reason].actor, failed[reason].address) == (key_id, ADDRESS)
+
+
+async def test_nobody_gives_or_takes_what_it_has_not(world: World) -> None:
+    _, secret = await world.key("admin:keys")
+    stronger, _ = await world.key(*ADMIN_SCOPES)
+    everything: dict[str, Any] = {"tenant": world.tenant, "scopes": list(ADMIN_SCOPES)}
+    assert await world.code("keys.create", secret, **everything) == "permission_denied"
+    assert await world.code("keys.revoke", secret, stronger) == "permission_denied"
+    assert await world.code("keys.change", secret, stronger, addresses=[]) == "permission_denied"
+    assert await world.code("keys.create", secret, tenant=world.tenant, scopes=["admin:keys"]) == ""
+    assert await world.code("keys.create", secret, tenant=world.tenant) == ""
+    assert await world.code("keys.create", secret, tenant=world.tenant, scopes=["admin:keys", "inference"]) == (
+        "invalid_request"
+    )
+
+
+async def test_what_the_trail_does_not_take_is_not_done(world: World) -> None:
+    key_id, secret = await world.key("admin:tenants", "admin:keys")
+    await world.bus.jetstream.api(f"STREAM.DELETE.{topology.AUDIT}")
+    try:
+        assert await world.code("tenants.change", secret, world.tenant, weight=3) == "unavailable"
+        with pytest.raises(HeadraceError, match="audit trail"):
+            await world.do.revoke_key(key_id)
+    finally:
+        await topology.ensure(world.bus)
+    record = await registry.tenant(world.bus, world.tenant)
+    assert record is not None and record.weight == 1.0
+    assert not (await registry.key(world.bus, key_id)).revoked_at_ms
+
+
+async def test_the_trail_only_grows(world: World) -> None:
+    """Not even the operator takes an entry out."""
+    before = len(await world.trail())
+    [last] = [each async for each in world.bus.jetstream.read(topology.AUDIT, "audit.v1.tenants")][-1:]
+    with pytest.raises(BusError, match="delete"):
+        await world.bus.jetstream.delete(topology.AUDIT, last.stream_seq)
+    with pytest.raises(BusError, match="purge"):
+        await world.bus.jetstream.purge(topology.AUDIT, "audit.v1.>")
+    for off in ({"deny_delete": False}, {"deny_purge": False}):
+        config = next(stream for stream in topology.STREAMS if stream["name"] == topology.AUDIT)
+        with pytest.raises(BusError, match="deny"):
+            await world.bus.jetstream.api(f"STREAM.UPDATE.{topology.AUDIT}", {**config, **off})
+    assert len(await world.trail()) == before
+
+
+async def test_no_secret_is_in_the_trail(world: World) -> None:
+    _, admin = await world.key("admin:keys")
+    answer = await world.ask("keys.create", admin, tenant=world.tenant, note="for the batch job")
+    made = json.loads(bytes(answer.result))
+    await world.code("keys.create", "hr_a-mistyped-secret", tenant=world.tenant)
+    stored = b"".join([each.data async for each in world.bus.jetstream.read(topology.AUDIT, "audit.v1.>")])
+    assert made["id"].encode() in stored and b"for the batch job" in stored
+    for secret in (admin, made["key"], "hr_", *PEPPERS.hashes(made["key"].encode())):
+        assert secret.encode() not in stored
+
+
+async def test_a_large_change_is_named_by_its_hash(world: World) -> None:
+    names = [f"model-{number}" for number in range(1000)]
+    await world.do.change_tenant(world.tenant, TenantChange(models=names))
+    done = (await world.trail())[-1]
+    assert set(done.after["models"]) == {"bytes", "sha256"} and done.after["models"]["bytes"] > 10_000
+
+
+async def test_a_flood_of_failed_logins_takes_few_entries_and_no_actions_place(world: World) -> None:
+    log = FailureLog(world.bus)
+    before = len(await world.trail())
+    failed = [FailedLogin(address=f"192.0.2.{number}", reason="unknown", count=7) for number in range(100)]
+    for _ in range(20):
+        await log.take(failed, 300)
+    written = (await world.trail())[before:]
+    assert len(written) <= FAILURES_PER_MIN + 20
+    assert sum(entry.count for entry in written) + log._unlisted == 20 * (700 + 300)
+    config = next(stream for stream in topology.STREAMS if stream["name"] == topology.AUDIT)
+    assert config["max_msgs_per_subject"] > 0, "each area has room of its own"
+
+
+async def test_uses_and_failures_come_from_gateways(world: World) -> None:
+    key_id, _ = await world.key("inference")
+    activity = KeyActivity(
+        used={key_id: 120_000, "no.*.key": 1}, failed=[FailedLogin(address="192.0.2.9", reason="unknown", count=3)]
+    )
+    await world.bus.request(subjects.ADMIN_ACTIVITY, msgspec.json.encode(activity), timeout_s=10)
+    shown = {record.id: record for record in await registry.keys(world.bus)}
+    assert shown[key_id].last_used_at_ms == 120_000
+    entry = (await world.trail())[-1]
+    assert (entry.action, entry.address, entry.count, entry.result) == ("logins.failed", "192.0.2.9", 3, "refused")
+
+
+async def kept_under_the_old(world: World) -> tuple[str, str]:
+    secret = ids.api_key()
+    record = KeyRecord(id="", tenant=world.tenant)
+    changed = await registry.keep_key(world.bus, Peppers.parse(OLD), secret, record)
+    assert changed.after is not None
+    return changed.after.id, secret
+
+
+async def places(bus: Bus, key_id: str) -> list[str]:
+    return [place.rpartition(".")[2] for place in await bus.kv.all(topology.KEYS, f"{key_id}.*")]
+
+
+async def test_a_key_moves_to_the_current_pepper(world: World) -> None:
+    key_id, secret = await kept_under_the_old(world)
+    await asyncio.gather(*(registry.move_key(world.bus, BOTH, secret.encode()) for _ in range(5)))
+    assert await places(world.bus, key_id) == PEPPERS.hashes(secret.encode())
+    [record] = await registry.keys_of_secret(world.bus, PEPPERS, secret.encode())
+    assert (record.id, record.pepper) == (key_id, PEPPERS.name())
+    assert await registry.keys_of_secret(world.bus, Peppers.parse(OLD), secret.encode()) == []
+
+
+async def test_a_key_that_is_revoked_while_it_moves_stays_revoked(world: World) -> None:
+    """The move has read the record before it was revoked."""
+    key_id, secret = await kept_under_the_old(world)
+    create = world.bus.kv.create
+
+    async def revoke_first(*arguments: Any, **options: Any) -> int:
+        await registry.change_key(world.bus, key_id, lambda key: msgspec.structs.replace(key, revoked_at_ms=1))
+        return await create(*arguments, **options)
+
+    world.bus.kv.create = revoke_first  # type: ignore[method-assign]
+    await registry.move_key(world.bus, BOTH, secret.encode())
+    assert [each.revoked_at_ms for each in await registry.keys_of_secret(world.bus, BOTH, secret.encode())] == [1]
+
+
+async def test_a_key_in_two_places_is_revoked_in_both(world: World) -> None:
+    key_id, secret = await kept_under_the_old(world)
+    record = await registry.key(world.bus, key_id)
+    place = f"{key_id}.{PEPPERS.hashes(secret.encode())[0]}"
+    await world.bus.kv.create(topology.KEYS, place, msgspec.json.encode(record))
+    await world.do.revoke_key(key_id)
+    assert all(each.revoked_at_ms for each in await registry.keys_of_secret(world.bus, BOTH, secret.encode()))
+
+
+async def test_who_shows_no_secret_cannot_have_a_key_moved(world: World) -> None:
+    """A gateway that names hashes instead would put its own secret in an admin key's place."""
+    key_id, secret = await kept_under_the_old(world)
+    before = await places(world.bus, key_id)
+    for forged in (before[0], key_id, "", f"{key_id}.{before[0]}"):
+        await registry.move_key(world.bus, BOTH, forged.encode())
+    assert await places(world.bus, key_id) == before
+    assert await registry.keys_of_secret(world.bus, BOTH, secret.encode())
+
+
+async def test_an_expired_key_can_still_be_revoked_and_no_key_is_made_expired(world: World) -> None:
+    key_id, _ = await world.key("inference", expires_at_ms=clock.now_ms() + 60_000)
+    await registry.change_key(world.bus, key_id, lambda key: msgspec.structs.replace(key, expires_at_ms=1))
+    with pytest.raises(HeadraceError, match="passed"):
+        await world.do.change_key(key_id, KeyChange(expires_at_ms=1))
+    with pytest.raises(HeadraceError, match="passed"):
+        await world.key("inference", expires_at_ms=1)
+    assert (await world.do.revoke_key(key_id)).revoked_at_ms
