@@ -7,6 +7,8 @@ in words which private part a new version has changed.
 
 import asyncio
 import re
+import socket
+import struct
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +37,8 @@ SlowConsumer = nats.errors.SlowConsumerError
 WATCH_INTERVAL_S = 0.5
 """How often the client's own tasks are looked at."""
 TICKS_UNTIL_DEAD = 2
+_AT_ONCE = struct.pack("ii", 1, 0)
+"""SO_LINGER without a time: the kernel drops what it has yet to send."""
 _DENIED = re.compile(r'permissions violation for subscription to "(?P<subject>[^"]*)"')
 
 
@@ -55,10 +59,19 @@ class Client(LibraryClient):
         await super()._connect_to_server(s)
 
     def abort(self) -> None:
-        """Drop the socket at once, with what is buffered."""
+        """Drop the socket at once, with what is buffered, also in the kernel."""
         writer = getattr(self._transport, "_io_writer", None)
         if writer is not None:
+            if (sock := writer.get_extra_info("socket")) is not None and sock.fileno() >= 0:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
             writer.transport.abort()
+
+    def drop_unsent(self) -> None:
+        """Forget what the lost connection had yet to send, else the next one would send it. The library sends its
+        subscriptions anew.
+        """
+        self._pending: list[bytes] = []
+        self._pending_data_size = 0
 
     async def watch(self, is_up: Callable[[], bool], is_closing: Callable[[], bool]) -> None:
         """Revive a connection whose tasks died or hang, until it is closed: it would stay "connected" and deaf for
@@ -107,8 +120,6 @@ def translated(error: Exception, subject: str, size: int, max_payload: int) -> B
     match error:
         case nats.errors.MaxPayloadError():
             return TooLarge(f"{size} bytes; the server takes {max_payload}")
-        case nats.errors.OutboundBufferLimitError():
-            return Unavailable("disconnected, and the buffer for the reconnect is full")
         case nats.errors.ConnectionClosedError() | nats.errors.ConnectionDrainingError():
             return Unavailable("the connection is closed")
         case _:

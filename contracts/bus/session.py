@@ -161,10 +161,12 @@ class Session:
     async def publish(
         self, subject: str, data: bytes, *, headers: Mapping[str, str] | None = None, reply: str = ""
     ) -> None:
-        """Core NATS, at most once; while disconnected up to 2 MiB wait for the reconnect.
+        """Core NATS, at most once. Nothing waits for a reconnect: what was told to have failed must not happen later.
 
-        Raises TooLarge, and Unavailable when the buffer is full or the connection closed.
+        Raises TooLarge, and Unavailable while disconnected.
         """
+        if not self._client.is_connected:
+            raise Unavailable("disconnected from the bus")
         if headers is not None or len(subject) > SUBJECT_BYTES_MAX:
             self._check_size(subject, data, headers)
         try:
@@ -180,6 +182,8 @@ class Session:
         self, subject: str, data: bytes, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> Incoming:
         """``request`` with headers, and the answer with its own."""
+        if not self._client.is_connected:
+            raise Unavailable("disconnected from the bus")
         reply, coming = self._expect(timeout_s)
         await self.publish(subject, data, headers=headers, reply=reply)
         answer = await coming
@@ -285,11 +289,14 @@ class Session:
         read loop; a message keeps its place in line and may be late. Raises Unavailable.
         """
         deadline = time.monotonic() + SUBSCRIBE_TIMEOUT_S
-        while (left := deadline - time.monotonic()) > 0:
+        while (left := deadline - time.monotonic()) > 0 and await self.wait_connected(left):
             if self._inbox.lower() + "*" in self._denied:
                 raise Unavailable("this user may not read its inbox")
             reply, coming = self._expect(left)
-            await self.publish(reply, b"")
+            try:
+                await self.publish(reply, b"")
+            except Unavailable:
+                self._settle(reply[len(self._inbox) :], None)  # Lost since.
             if await coming is not None:
                 return  # else it was lost in a reconnect
         raise Unavailable("the server does not answer")
@@ -340,6 +347,7 @@ class Session:
 
     async def _on_disconnected(self) -> None:
         self._up.clear()
+        self._client.drop_unsent()
         self._give_up_answers()
         if not self._closing:
             log.warning("bus_disconnected", error=repr(self._client.last_error))

@@ -1,5 +1,6 @@
 """What the bus hands out and raises: received messages, entries, errors, and the counters that make trouble visible."""
 
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -141,9 +142,13 @@ class Incoming:
         return place
 
     async def respond(self, data: bytes) -> None:
-        """Answer the asker; to inboxes only, else a reply subject could make us publish anywhere."""
+        """Answer the asker, who asks again when the answer is lost, as it is while the bus is away.
+
+        To inboxes only, else a reply subject could make us publish anywhere.
+        """
         if self.reply.startswith(INBOX):
-            await self._sender.publish(self.reply, data)
+            with contextlib.suppress(Unavailable):
+                await self._sender.publish(self.reply, data)
         elif self.reply:
             REPLIES_REFUSED.inc()
 

@@ -32,6 +32,8 @@ PRIVATE = {
     ),
     "_transport": ("the socket's wrapper, whose writer is dropped at once", lambda v: hasattr(v, "_io_writer")),
     "_io_writer": ("the stream writer in _transport", None),
+    "_pending": ("what is yet to be written, dropped when the connection is lost", lambda v: isinstance(v, list)),
+    "_pending_data_size": ("its size in bytes", lambda v: isinstance(v, int)),
     "_build_message": ("overridden, so that received messages are ours", inspect.ismethod),
     "_connect_to_server": ("overridden, so that the socket of a failed try is not leaked", inspect.ismethod),
 }

@@ -291,17 +291,47 @@ async def test_subscribing_while_the_server_is_away_waits_for_it(nats: NatsServe
     await until(lambda: got == [b"heard"])
 
 
-async def test_publishing_while_disconnected_is_bounded_and_says_so(nats: NatsServer, connect: Connect) -> None:
+@pytest.mark.parametrize("send", ["publish", "request"])
+async def test_nothing_is_sent_later_that_was_asked_for_while_disconnected(
+    send: str, nats: NatsServer, connect: Connect
+) -> None:
+    """Who was told that it failed may do something else; what is sent after that would happen as well."""
     bus = await connect()
+    got: list[bytes] = []
+    await bus.subscribe("a", lambda message: got.append(message.data))
     nats.stop()
     await until(lambda: not bus.connected)
-    for _ in range(20):  # 2 MiB are kept for the reconnect
-        await bus.publish("a", bytes(100_000))
-    with pytest.raises(Unavailable, match="buffer"):
-        await bus.publish("a", bytes(100_000))
+    began = bus.session._client.stats["out_msgs"]
+    with pytest.raises(Unavailable, match="disconnected"):
+        await getattr(bus, send)("a", b"in vain")
+    assert bus.session._client.stats["out_msgs"] == began
     nats.start()
     await until(lambda: bus.connected)
-    await bus.publish("a", b"")
+    await bus.publish("a", b"heard")
+    await until(lambda: got)
+    assert got == [b"heard"]
+
+
+async def test_what_a_lost_connection_had_yet_to_send_is_not_sent_by_the_next_one(link: Link, connect: Connect) -> None:
+    bus, listener = await connect(link.url), await connect()
+    got: list[bytes] = []
+    await listener.subscribe("a", lambda message: got.append(message.data))
+    link.stall()
+    client = bus.session._client
+    while not client._transport._io_writer.transport.get_write_buffer_size():
+        await bus.publish("b", bytes(1_000_000))
+        await asyncio.sleep(0)
+    asking = asyncio.create_task(bus.request("a", b"in vain", timeout_s=60))
+    await until(lambda: client.pending_data_size > 0)  # The socket takes no more.
+    link.cut()
+    with pytest.raises(Unavailable):
+        await asking
+    link.heal()
+    await until(lambda: bus.session.reconnects)
+    await bus.session.barrier()
+    await bus.publish("a", b"heard")
+    await until(lambda: got)
+    assert [len(data) for data in got] == [5]
 
 
 async def test_no_server_is_an_error_within_the_time_limit() -> None:
