@@ -191,8 +191,10 @@ _DESCRIPTION = """
     become `_` and two hex digits.
 
     A tenant's service sends a `SubmitRequest`, gets a `SubmitAnswer`, and then reads frames on the reply subject that
-    it named, straight from the worker. Its NATS user (`headrace nats-config --tenant NAME`) may use the channels that
-    name `service` as sender or receiver, for its own tenant alone.
+    it named, straight from the worker. With an `idempotency_key` it may send the request again, under a new stream
+    name: what runs or ran under the key is joined (`joined`), and its frames are asked for at its worker. Its NATS
+    user (`headrace nats-config --tenant NAME`) may use the channels that name `service` as sender or receiver, for its
+    own tenant alone.
 """
 
 

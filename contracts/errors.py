@@ -29,6 +29,7 @@ TABLE: dict[str, ErrorSpec] = {
     "conflict": ErrorSpec(409, _INVALID),
     "request_too_large": ErrorSpec(413, _INVALID),
     "unsupported_media_type": ErrorSpec(415, _INVALID),
+    "idempotency_key_reused": ErrorSpec(422, _INVALID),
     # Limits of the tenant, and of the service.
     "rate_limit_exceeded": ErrorSpec(429, "rate_limit_error", retry_after=True),
     "insufficient_quota": ErrorSpec(429, "insufficient_quota", retry_after=True),

@@ -47,7 +47,7 @@ class Gateway:
         intake = Intake(
             bus,
             self._catalog,
-            self._hub.cancel,
+            self._hub.cancel_request,
             body_bytes_max=config.body_bytes_max,
             claim_check_bytes=config.claim_check_bytes,
             ask_s_max=config.admit_s_max,

@@ -15,7 +15,7 @@ import structlog
 from contracts import subjects, topology
 from contracts.bus import Bus, BusError, Incoming, OrderedConsumer, PullConsumer
 from contracts.messages.base import NOTHING, Codec
-from scheduler.core import events
+from scheduler.core import events, idempotency
 from scheduler.core.core import Core
 from scheduler.effects import ENVELOPE, WORK_ITEM, Effects
 from scheduler.lease import Lease
@@ -36,8 +36,8 @@ SWEEP_EVERY_S = 60.0
 """Period of the comparison with WORK: a worker's lost acknowledgement, a late publish, an end that was not told."""
 STANDSTILL_S = 30.0
 """A stream that gives nothing new for so long while it is read has been given up."""
-REPLAY_MS = 70_000
-"""Ends read back at a takeover to fill the token buckets: a bucket's minute, and some delay."""
+REPLAY_MS = idempotency.KEPT_MS + 10_000
+"""Ends read back at a takeover, for idempotency keys and for the token buckets (a minute); with some delay."""
 CLOCKS_APART_MS = 5_000
 """What an owner's time and the bus's may have come to differ: a request's ends are stored after its admission."""
 

@@ -1,6 +1,6 @@
 """``headrace submit``: one chat over the bus."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,7 +24,7 @@ def submit(
     from contracts.client import Client
 
     registry.check_name("tenant name", tenant)
-    limit = {} if max_tokens is None else {"max_tokens": max_tokens}
+    limit: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
 
     async def chat(bus: "Bus", target: Target) -> None:
         name = model or next((manifest.name for manifest in await registry.models(bus)), None)

@@ -163,10 +163,10 @@ class Session:
     ) -> None:
         """Core NATS, at most once. Nothing waits for a reconnect: what was told to have failed must not happen later.
 
-        Raises TooLarge, and Unavailable while disconnected.
+        Raises TooLarge, and NoResponder while disconnected.
         """
         if not self._client.is_connected:
-            raise Unavailable("disconnected from the bus")
+            raise NoResponder("disconnected from the bus")
         if headers is not None or len(subject) > SUBJECT_BYTES_MAX:
             self._check_size(subject, data, headers)
         try:
@@ -183,7 +183,7 @@ class Session:
     ) -> Incoming:
         """``request`` with headers, and the answer with its own."""
         if not self._client.is_connected:
-            raise Unavailable("disconnected from the bus")
+            raise NoResponder("disconnected from the bus")
         reply, coming = self._expect(timeout_s)
         await self.publish(subject, data, headers=headers, reply=reply)
         answer = await coming

@@ -40,7 +40,7 @@ class Unavailable(BusError):
 
 
 class NoResponder(Unavailable):
-    """Nobody listens, or the stream is not ready: nothing happened."""
+    """Nobody listens, the stream is not ready, or the bus is away: nothing happened."""
 
 
 class TooLarge(BusError):

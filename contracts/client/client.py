@@ -10,7 +10,6 @@ One connection and one reply inbox serve all streams. While the client is open i
 with the goodbye of ``close``, the schedulers cancel what it left open. A request's life is in contracts.client.stream.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -38,6 +37,9 @@ from contracts.streaming.subscriber import Subscriber
 
 A = TypeVar("A", bound=ApiObject)
 
+_Terms = tuple[int | None, str]
+"""``deadline_ms`` and ``idempotency_key`` of a call."""
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -55,7 +57,6 @@ class Client:
         self.retries = retries
         self._nats_url = nats_url
         self._access: Access | None = None
-        self._names = itertools.count(1)
 
     async def __aenter__(self) -> Self:
         inbox = permissions.user_of_tenant(self.tenant)
@@ -68,7 +69,7 @@ class Client:
         except BaseException:
             await bus.close()
             raise
-        self._access = Access(bus, subscriber, self.tenant, self.retries)
+        self._access = Access(bus, subscriber, self.tenant, self.retries, self.incarnation)
         return self
 
     async def __aexit__(
@@ -90,84 +91,119 @@ class Client:
     # One pair for each API that ``submit`` serves: ``chat`` streams, ``chat_once`` gives the whole answer, with its
     # usage. ``fields`` are the API's own. Each raises HeadraceError: ``submit``'s refusal, or how the request failed.
     # ``deadline_ms`` bounds the time to the first token, pauses between tries included; else the tenant's default does.
+    # ``idempotency_key`` names the request: asked for again under it, also by another client of the tenant, it is
+    # joined and not run twice, until ten minutes after its end. Without one a call has a key for its own tries.
 
     def chat(
-        self, *, model: str, messages: Sequence[Mapping[str, Any]], deadline_ms: int | None = None, **fields: Any
+        self,
+        *,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        deadline_ms: int | None = None,
+        idempotency_key: str = "",
+        **fields: Any,
     ) -> ClientStream[ChatChunk]:
         """OpenAI's chat completions, streamed. Sent when the iteration begins, as every stream."""
-        return self._stream("chat/completions", ChatChunk, model, deadline_ms, fields | {"messages": messages})
+        return self._stream(
+            "chat/completions", ChatChunk, model, (deadline_ms, idempotency_key), fields | {"messages": messages}
+        )
 
     async def chat_once(
-        self, *, model: str, messages: Sequence[Mapping[str, Any]], deadline_ms: int | None = None, **fields: Any
+        self,
+        *,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        deadline_ms: int | None = None,
+        idempotency_key: str = "",
+        **fields: Any,
     ) -> ChatAnswer:
         """A whole chat answer. The service tries again when a worker is lost: nothing has been shown."""
-        return await self._once("chat/completions", ChatAnswer, model, deadline_ms, fields | {"messages": messages})
+        return await self._once(
+            "chat/completions", ChatAnswer, model, (deadline_ms, idempotency_key), fields | {"messages": messages}
+        )
 
     def complete(
-        self, *, model: str, prompt: object, deadline_ms: int | None = None, **fields: Any
+        self, *, model: str, prompt: object, deadline_ms: int | None = None, idempotency_key: str = "", **fields: Any
     ) -> ClientStream[CompletionChunk]:
         """OpenAI's completions, streamed."""
-        return self._stream("completions", CompletionChunk, model, deadline_ms, fields | {"prompt": prompt})
+        return self._stream(
+            "completions", CompletionChunk, model, (deadline_ms, idempotency_key), fields | {"prompt": prompt}
+        )
 
     async def complete_once(
-        self, *, model: str, prompt: object, deadline_ms: int | None = None, **fields: Any
+        self, *, model: str, prompt: object, deadline_ms: int | None = None, idempotency_key: str = "", **fields: Any
     ) -> CompletionChunk:
         """A whole completion."""
-        return await self._once("completions", CompletionChunk, model, deadline_ms, fields | {"prompt": prompt})
+        return await self._once(
+            "completions", CompletionChunk, model, (deadline_ms, idempotency_key), fields | {"prompt": prompt}
+        )
 
     def respond(
-        self, *, model: str, input: object, deadline_ms: int | None = None, **fields: Any
+        self, *, model: str, input: object, deadline_ms: int | None = None, idempotency_key: str = "", **fields: Any
     ) -> ClientStream[ResponseEvent]:
         """OpenAI's Responses, streamed."""
-        return self._stream("responses", ResponseEvent, model, deadline_ms, fields | {"input": input})
+        return self._stream(
+            "responses", ResponseEvent, model, (deadline_ms, idempotency_key), fields | {"input": input}
+        )
 
     async def respond_once(
-        self, *, model: str, input: object, deadline_ms: int | None = None, **fields: Any
+        self, *, model: str, input: object, deadline_ms: int | None = None, idempotency_key: str = "", **fields: Any
     ) -> ResponseAnswer:
         """A whole response."""
-        return await self._once("responses", ResponseAnswer, model, deadline_ms, fields | {"input": input})
+        return await self._once(
+            "responses", ResponseAnswer, model, (deadline_ms, idempotency_key), fields | {"input": input}
+        )
 
     def message(
-        self, *, model: str, messages: Sequence[Mapping[str, Any]], deadline_ms: int | None = None, **fields: Any
+        self,
+        *,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        deadline_ms: int | None = None,
+        idempotency_key: str = "",
+        **fields: Any,
     ) -> ClientStream[MessageEvent]:
         """Anthropic's Messages, streamed; they want ``max_tokens``."""
-        return self._stream("messages", MessageEvent, model, deadline_ms, fields | {"messages": messages})
+        return self._stream(
+            "messages", MessageEvent, model, (deadline_ms, idempotency_key), fields | {"messages": messages}
+        )
 
     async def message_once(
-        self, *, model: str, messages: Sequence[Mapping[str, Any]], deadline_ms: int | None = None, **fields: Any
+        self,
+        *,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        deadline_ms: int | None = None,
+        idempotency_key: str = "",
+        **fields: Any,
     ) -> MessageAnswer:
         """A whole message."""
-        return await self._once("messages", MessageAnswer, model, deadline_ms, fields | {"messages": messages})
+        return await self._once(
+            "messages", MessageAnswer, model, (deadline_ms, idempotency_key), fields | {"messages": messages}
+        )
 
     async def embed(
-        self, *, model: str, input: object, deadline_ms: int | None = None, **fields: Any
+        self, *, model: str, input: object, deadline_ms: int | None = None, idempotency_key: str = "", **fields: Any
     ) -> EmbeddingsAnswer:
         """OpenAI's embeddings, as lists of floats."""
         body = fields | {"input": input, "encoding_format": "float"}
-        return await self._once("embeddings", EmbeddingsAnswer, model, deadline_ms, body)
+        return await self._once("embeddings", EmbeddingsAnswer, model, (deadline_ms, idempotency_key), body)
 
-    async def _once(
-        self, endpoint: Endpoint, kind: type[A], model: str, deadline_ms: int | None, body: dict[str, Any]
-    ) -> A:
-        return await self._stream(endpoint, kind, model, deadline_ms, body, stream=False).whole()
+    async def _once(self, endpoint: Endpoint, kind: type[A], model: str, terms: _Terms, body: dict[str, Any]) -> A:
+        return await self._stream(endpoint, kind, model, terms, body, stream=False).whole()
 
     def _stream(
-        self,
-        endpoint: Endpoint,
-        kind: type[A],
-        model: str,
-        deadline_ms: int | None,
-        body: dict[str, Any],
-        *,
-        stream: bool = True,
+        self, endpoint: Endpoint, kind: type[A], model: str, terms: _Terms, body: dict[str, Any], *, stream: bool = True
     ) -> ClientStream[A]:
         if self._access is None:
             raise RuntimeError("the client is not connected: use it as `async with Client(...) as client`")
+        deadline_ms, idempotency_key = terms
         request = SubmitRequest(
             endpoint=endpoint,
-            reply=Reply(subject=self.reply_inbox, stream=str(next(self._names))),
+            reply=Reply(subject=self.reply_inbox, stream=self._access.new_name()),
             body=msgspec.Raw(_encode(body | {"stream": stream})),
             deadline_ms=deadline_ms,
             stream_owner=self.incarnation,
+            idempotency_key=idempotency_key or ids.request_id(),
         )
         return ClientStream(self._access, request, kind, model=model, stream=stream)

@@ -4,10 +4,12 @@ Admission is decided by the gateway that answers ``submit``; order, repair and e
 """
 
 import asyncio
+import contextlib
+import itertools
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -51,6 +53,12 @@ class Access:
     subscriber: Subscriber
     tenant: str
     retries: int
+    incarnation: str
+    names: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def new_name(self) -> str:
+        """Of a stream: no other one of the tenant's has it."""
+        return f"{self.incarnation}-{next(self.names)}"
 
 
 class ClientStream(RelayedStream, Generic[A]):
@@ -68,9 +76,12 @@ class ClientStream(RelayedStream, Generic[A]):
         super().__init__(
             name=request.reply.stream, request_id="", model=model, tenant=access.tenant, relay=self._new_relay()
         )
+        self.idempotency_key = request.idempotency_key
         self.usage: EndData | None = None
         """Set at the end: outcome, finish reason and token counts, as the ledger holds them."""
         self._begun = False
+        self._in_doubt = False
+        """A try got no answer: something may run that nobody here has heard of."""
         self._unread: deque[bytes] = deque()
         self._unread_bytes = 0
         self._news = asyncio.Event()
@@ -108,7 +119,7 @@ class ClientStream(RelayedStream, Generic[A]):
             await asyncio.wait([self._submitting])  # What is being admitted has no id yet.
         if self._ended:
             return
-        cancelling = self._cancel("client_cancelled")
+        cancelling = self._access.subscriber.cancel(self, "client_cancelled", for_all=True)
         await asyncio.wait([cancelling], timeout=CANCEL_WAIT_S)
         if not cancelling.done() or cancelling.cancelled() or not cancelling.result():
             raise HeadraceError("unavailable", "The cancellation was not confirmed in time.")
@@ -172,7 +183,7 @@ class ClientStream(RelayedStream, Generic[A]):
     def _cancel_if_unwanted(self) -> None:
         """What happened before the request had an id: its reader left, or its first frames ended the stream."""
         if self._error is not None:
-            self._cancel("slow_reader" if self._error.code == "slow_reader" else "client_cancelled")
+            self._cancel("slow_reader" if self._error.code == "slow_reader" else "relay_failed")
         elif self._left.is_set():
             self._cancel("client_cancelled")
 
@@ -185,7 +196,8 @@ class ClientStream(RelayedStream, Generic[A]):
         deadline_ms = self._request.deadline_ms
         for tries_left in range(self._access.retries, -1, -1):
             left_ms = None if deadline_ms is None else deadline_ms - int((time.monotonic() - began) * 1000)
-            self.relay = self._new_relay()
+            if tries_left < self._access.retries:
+                self._begin_anew()
             error, may_retry = await self._try(left_ms)
             if error is None:
                 self._cancel_if_unwanted()
@@ -193,18 +205,28 @@ class ClientStream(RelayedStream, Generic[A]):
             pause_s = error.retry_after_s if error.retry_after_s is not None else RETRY_WAIT_S
             too_long = pause_s > RETRY_WAIT_S_MAX or (left_ms is not None and pause_s * 1000 >= left_ms)
             if not may_retry or too_long or not tries_left:
-                self._end(error)
-                return
-            try:
+                break
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._left.wait(), pause_s)
-            except TimeoutError:
-                continue
-            self._end(None)
-            return
+                error = None
+                break
+        if self._in_doubt:
+            self._cancel("client_cancelled")
+        self._end(error)
+
+    def _begin_anew(self) -> None:
+        """Under a new name: what an earlier try left behind, and still sends, is not read."""
+        self._access.subscriber.leave(self)
+        self._unread.clear()
+        self._unread_bytes = 0
+        self._ended, self._error, self.usage = False, None, None
+        self.name, self.relay = self._access.new_name(), self._new_relay()
+        self._access.subscriber.open(self)
 
     async def _try(self, deadline_ms: int | None) -> tuple[HeadraceError | None, bool]:
         """One submission: the refusal, None when admitted, and whether another try may help."""
-        request = _encode(msgspec.structs.replace(self._request, deadline_ms=deadline_ms))
+        reply = msgspec.structs.replace(self._request.reply, stream=self.name)
+        request = _encode(msgspec.structs.replace(self._request, deadline_ms=deadline_ms, reply=reply))
         try:
             subject = subjects.submit(self.tenant, self.model)
             answer = _submit_answer_of(await self._access.bus.request(subject, request, timeout_s=SUBMIT_TIMEOUT_S))
@@ -212,13 +234,19 @@ class ClientStream(RelayedStream, Generic[A]):
             return HeadraceError("model_not_found", f"No model can have this name: {error}", param="model"), False
         except TooLarge as error:
             return HeadraceError("request_too_large", f"The request does not fit a message: {error}"), False
+        except NoResponder as error:
+            return HeadraceError("unavailable", f"No gateway can be reached: {error}"), True
         except (BusError, msgspec.MsgspecError) as error:
-            # After a time-out the request may have been admitted: another try could run it twice.
-            may_retry = isinstance(error, NoResponder)
-            return HeadraceError("unavailable", f"No gateway answered: {error}"), may_retry
+            # It may have been admitted: another try under the same key joins it.
+            self._in_doubt = True
+            return HeadraceError("unavailable", f"No gateway answered: {error}"), True
         if answer.admitted:
-            self.request_id = answer.request_id
+            self._in_doubt = False
             self.model = answer.model or self.model
+            if answer.joined:
+                self._access.subscriber.join(self, answer.request_id, streamed=self._stream)
+            else:
+                self.request_id = answer.request_id
             return None, False
         refusal = _raised(answer.error or ErrorData(code="internal_error", message="Refused without a reason."))
         status = answer.status if answer.status >= 400 else refusal.status

@@ -12,6 +12,10 @@ class AdmissionRequest(RequestDemand, frozen=True, kw_only=True):
     priority: Priority = "interactive"
     deadline_ms: int | None = None
     """Time to the first token that the caller accepts; without it the tenant's default is taken."""
+    reader: str = ""
+    """Name of the stream by which the asker will read the answer (``Reply.stream``)."""
+    join_only: bool = False
+    """Only join what runs or ran under the idempotency key here; nothing new is admitted (``not_found``)."""
 
 
 class RateLimits(Message, frozen=True, kw_only=True):
@@ -29,6 +33,8 @@ class AdmissionAnswer(Message, frozen=True, kw_only=True):
     """Scheduler -> gateway. Refused: ``code`` (of errors.TABLE) and ``message`` say why; nothing was charged."""
 
     admitted: bool
+    joined: str = ""
+    """Id of the request that runs or ran under the same idempotency key: the asker reads that one, and stores none."""
     epoch: Epoch = Epoch()
     admitted_at_ms: int = 0
     """When, by the owner's clock: for the record. Whoever waits counts the spans from when it asked."""

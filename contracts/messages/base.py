@@ -23,6 +23,18 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of all messages."""
 
 
+IDEMPOTENCY_KEY_MAX = 255
+"""Longest idempotency key, in printable ASCII characters; the usual bound."""
+
+
+class IdempotencyKey(Message, frozen=True, kw_only=True):
+    """A caller's own name for a request: asked for again under it, the request is joined and not run twice."""
+
+    key: str
+    digest: str
+    """Of what was asked for, to tell it from something else under the same key."""
+
+
 class RequestFacts(Message, frozen=True, kw_only=True):
     """What never changes of a request, from admission to the ledger."""
 
@@ -35,6 +47,7 @@ class RequestFacts(Message, frozen=True, kw_only=True):
     stream: bool = False
     choices: int = 1
     """Answers generated in all: prompts times ``n``."""
+    idempotency: IdempotencyKey | None = None
 
 
 class RequestDemand(RequestFacts, frozen=True, kw_only=True):

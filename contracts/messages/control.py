@@ -18,21 +18,33 @@ from a tenant's service they count as ``client_cancelled``.
 class CancelRequest(Message, frozen=True, kw_only=True):
     """A tenant's service (``subjects.cancel``) or a gateway (``subjects.gateway_cancel``) -> scheduler. Idempotent."""
 
-    request_id: str
+    request_id: str = ""
+    """Empty where only the ``idempotency_key`` is known: who got no answer cancels what was or will be admitted."""
     reason: CancelReason = "client_cancelled"
+    idempotency_key: str = ""
+    reader: str = ""
+    """The stream that is not read any more: the request goes on while others read it. Empty: it ends for all."""
 
 
 class CancelAnswer(Message, frozen=True, kw_only=True):
-    """``durable``: the end is stored, or the id is unknown and remembered; without it, ask again."""
+    """``durable``: the end is stored, or the id is unknown and remembered; without it, ask again.
+
+    While others read the request, ``durable`` is not given.
+    """
 
     durable: bool
     outcome: Outcome | None = None
 
 
 class StatusRequest(Message, frozen=True, kw_only=True):
-    """Stream owner -> scheduler, ``status.v1.<model>.<tenant>``: what became of a request that says nothing."""
+    """Stream owner -> scheduler, ``status.v1.<model>.<tenant>``: what became of a request that says nothing.
+
+    Who joined a request says so by each of these: for ``reader`` it goes on while ``stream_owner`` is heard.
+    """
 
     request_id: str
+    reader: str = ""
+    stream_owner: str = ""
 
 
 RequestState = Literal["unknown", "admitted", "queued", "dispatched", "running", "ended"]

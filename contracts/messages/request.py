@@ -66,6 +66,9 @@ class SubmitRequest(Message, frozen=True, kw_only=True):
     deadline_ms: int | None = None
     stream_owner: str = ""
     """Incarnation under which the service sends heartbeats, if it does."""
+    idempotency_key: str = ""
+    """The sender's own name for the request: sent again under it, the request is joined and not run twice. Kept for ten
+    minutes after the end; 1 to 255 printable ASCII characters."""
 
 
 class SubmitAnswer(Message, frozen=True, kw_only=True):
@@ -73,6 +76,9 @@ class SubmitAnswer(Message, frozen=True, kw_only=True):
 
     admitted: bool
     request_id: str
+    joined: bool = False
+    """``request_id`` runs or ran already, under the same key. Its frames go to who submitted it first: ask its worker
+    (StatusAnswer.worker) for them."""
     model: str = ""
     """Whose scheduler owns the request, for cancel and status; empty when it is the model asked for."""
     status: int = 200

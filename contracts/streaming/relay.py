@@ -46,6 +46,8 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
     unreachable_ms_max: int = 60_000
     answer_ms_max: int = 5_000
     """A question without an answer for so long is put again; the subscriber's time limit is shorter."""
+    joined_status_ms: int = 1_000
+    """Who joined a request asks after it this often: so a new owner learns in time that it is still read."""
     generations_max: int = 2
     """Workers listened to for one attempt before content; the scheduler gives it to one."""
     bounds: Bounds = Bounds()
@@ -102,14 +104,24 @@ _FAILURES: dict[Outcome, tuple[str, str]] = {
 """By outcome: how the stream of an ended request fails when some of its frames cannot be had."""
 
 
-class Relay:
-    """One stream. ``now_ms`` is of a clock that never goes back. After the end every call returns nothing."""
+_GONE = ErrorData(
+    code="conflict",
+    message="The request of this idempotency key has ended, and its answer is not kept any more; it is not run again.",
+)
 
-    def __init__(self, *, stream: bool, now_ms: int, settings: RelaySettings = DEFAULT) -> None:
+
+class Relay:
+    """One stream. ``now_ms`` is of a clock that never goes back. After the end every call returns nothing.
+
+    ``joined``: its request was begun by another, whom the frames are sent to; this one asks the worker for all of them.
+    """
+
+    def __init__(self, *, stream: bool, now_ms: int, settings: RelaySettings = DEFAULT, joined: bool = False) -> None:
         self.finished = False
         """A ``Finish`` or ``Fail`` has been returned."""
         self.started = False
         """A ``Forward`` has been returned."""
+        self.joined = joined
         self._stream = stream
         self._settings = settings
         self._epoch = NO_EPOCH
@@ -122,6 +134,7 @@ class Relay:
         self._calm = True
         """No answer of the scheduler since the last frame."""
         self._status_asked_at_ms: int | None = None
+        self._status_told_at_ms: int | None = None
         self._unreachable_since_ms: int | None = None
         self._unknown_count = 0
 
@@ -173,7 +186,7 @@ class Relay:
         if self.finished:
             return NOTHING
         self._status_asked_at_ms = None
-        self._quiet_since_ms = now_ms
+        self._status_told_at_ms = self._quiet_since_ms = now_ms
         self._calm = False
         if answer is None:
             return self._on_unreachable(now_ms)
@@ -195,6 +208,8 @@ class Relay:
         effects: list[Effect] = []
         for generation in self._generations.values():
             if not generation.behind:
+                if self.joined and self._may_ask(generation, now_ms):
+                    effects.append(self._ask_frames(generation, now_ms))
                 continue
             if now_ms - generation.behind_since_ms >= self._settings.repair_ms_max:
                 return self._give_up(generation)
@@ -341,6 +356,8 @@ class Relay:
     def _on_ended(self, answer: StatusAnswer, now_ms: int) -> Effects:
         outcome = answer.outcome or "failed"
         failure = _known_code(answer.error) if answer.error is not None else _error(outcome)
+        if self.joined and outcome == "completed" and not self.started:
+            failure = _GONE
         if outcome in ("lost", "expired") or not answer.worker or answer.attempt < self._floor:
             return self._fail(failure)
         if failed := self._void_below(answer.attempt, failure):
@@ -380,6 +397,9 @@ class Relay:
     def _status_due(self, now_ms: int) -> bool:
         if self._status_asked_at_ms is not None:
             return now_ms - self._status_asked_at_ms >= self._settings.answer_ms_max
+        if self.joined:
+            told_at_ms = self._status_told_at_ms
+            return told_at_ms is None or now_ms - told_at_ms >= self._settings.joined_status_ms
         return now_ms - self._quiet_since_ms >= self._silence_ms
 
     def _void_below(self, attempt: int, error: ErrorData) -> Effects:

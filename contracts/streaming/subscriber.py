@@ -26,7 +26,6 @@ from contracts.messages.control import (
     StreamOwnerHeartbeat,
 )
 from contracts.messages.frames import EndData, ErrorData, FramesAnswer, FramesRequest, ReplyMessage
-from contracts.messages.request import RequestEnvelope
 from contracts.streaming.relay import AskFrames, AskStatus, Effects, Fail, Finish, Forward, Relay
 
 log = structlog.get_logger(__name__)
@@ -43,10 +42,14 @@ QUESTION_TIMEOUT_S = 2.0
 """Below the relay's ``answer_ms_max`` of 5 s, after which it asks again."""
 QUESTIONS_MAX = 64
 """Questions and cancels on their way at once: after an outage thousands of streams have one each."""
-CANCEL_PAUSE_S = 0.5
-"""A worker confirms within an engine step, some tens of milliseconds; a new scheduler within seconds."""
-CANCEL_S_MAX = 60.0
-"""Far beyond a restart of the bus (4 s) or a takeover (3.6 s, measured): what is given up runs on for nobody."""
+CANCEL_PAUSE_S, CANCEL_PAUSE_S_MAX = 0.5, 5.0
+"""Doubled after each try. A worker confirms within an engine step, some tens of milliseconds; a new scheduler within
+seconds; and while others read a request its cancel waits for them."""
+CANCEL_S_MAX = 2 * 3600.0
+"""Beyond the longest deadline and generation; as long as the bus itself keeps a request. What is given up runs on for
+nobody."""
+CANCELS_MAX = 20_000
+"""Cancels that are kept: all that hung up during an outage of the bus, some 3 KB each. Then the oldest are given up."""
 CLOSE_S_MAX = 2.0
 """What is under way may settle for so long. Heartbeats go on meanwhile."""
 
@@ -80,6 +83,10 @@ class RelayedStream:
         self.relay = relay
         self.attempt = 0
         """Highest attempt heard of."""
+        self.idempotency_key = ""
+        """Under which others may read the request, too, and by which it can be cancelled before its id is known."""
+        self.wanted: dict[str, AskFrames | AskStatus] = {}
+        """What its relay wants to know, by whom it is asked, and one task is asking about."""
 
     def on_chunk(self, data: msgspec.Raw | bytes, now: float) -> bool:
         """The next chunk; False when the reader is too far behind, and then the stream fails as ``slow_reader``.
@@ -122,6 +129,8 @@ class Subscriber:
         self._subscription: Subscription | None = None
         self._loops: list[asyncio.Task[None]] = []
         self._questions: set[asyncio.Task[None]] = set()
+        self._cancels: dict[asyncio.Task[bool], None] = {}
+        """The oldest first."""
         self._works: set[asyncio.Task[Any]] = set()
         self._asking = asyncio.Semaphore(QUESTIONS_MAX)
 
@@ -157,7 +166,7 @@ class Subscriber:
     def leave(self, stream: RelayedStream, reason: CancelReason | None = None) -> None:
         """Forget the stream; with a ``reason`` its generation is cancelled."""
         self._streams.pop(stream.name, None)
-        if reason is not None and stream.request_id:
+        if reason is not None and (stream.request_id or stream.idempotency_key):
             self.cancel(stream, reason)
 
     def fail(self, stream: RelayedStream, error: ErrorData, reason: CancelReason | None = None) -> None:
@@ -171,10 +180,40 @@ class Subscriber:
             if not stream.relay.finished:
                 self.fail(stream, error, reason)
 
-    def cancel(self, request: RelayedStream | RequestEnvelope, reason: CancelReason) -> asyncio.Task[bool]:
-        """Cancel in the background, repeated until that is durable; the task's result is whether it became so."""
-        question = CancelRequest(request_id=request.request_id, reason=reason)
-        return self.spawn(self._cancel(question, self._cancel_subject(request.model, request.tenant)))
+    def join(self, stream: RelayedStream, request_id: str, *, streamed: bool) -> None:
+        """Read a request that another began under the same idempotency key, from its first frame on."""
+        stream.request_id = request_id
+        now = time.monotonic()
+        now_ms = int(now * 1000)
+        stream.relay = Relay(stream=streamed, now_ms=now_ms, joined=True)
+        self._perform(stream, stream.relay.on_tick(now_ms), now)
+
+    def cancel(self, stream: RelayedStream, reason: CancelReason, *, for_all: bool = False) -> asyncio.Task[bool]:
+        """Cancel in the background, repeated until that is durable; the task's result is whether it became so.
+
+        A stream whose request has no id yet is cancelled by its idempotency key. What others read goes on, but
+        ``for_all``.
+        """
+        key = stream.idempotency_key
+        question = CancelRequest(
+            request_id=stream.request_id,
+            reason=reason,
+            idempotency_key="" if stream.request_id else key,
+            reader=stream.name if key and not for_all else "",
+        )
+        return self.send_cancel(question, stream.model, stream.tenant)
+
+    def send_cancel(self, question: CancelRequest, model: str, tenant: str) -> asyncio.Task[bool]:
+        """``cancel``, of what may be no stream here."""
+        if len(self._cancels) >= CANCELS_MAX:
+            oldest = next(iter(self._cancels))
+            del self._cancels[oldest]
+            oldest.cancel()
+            log.warning("cancel_given_up", kept=CANCELS_MAX)
+        task = self.spawn(self._cancel(question, self._cancel_subject(model, tenant)))
+        self._cancels[task] = None
+        task.add_done_callback(lambda task: self._cancels.pop(task, None))
+        return task
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run ``work`` to its end whoever waits for it; ``close`` gives it CLOSE_S_MAX."""
@@ -211,34 +250,62 @@ class Subscriber:
                 self.fail(stream, effect.error, MAY_STILL_RUN.get(effect.error.code))
             elif type(effect) is AskFrames:
                 REPAIRS.labels("frames").inc()
-                _kept(self._questions, self._ask_frames(stream, effect))
+                self._want(stream, effect.worker, effect, now)
             elif type(effect) is AskStatus:
                 REPAIRS.labels("status").inc()
-                _kept(self._questions, self._ask_status(stream))
+                self._want(stream, "", effect, now)
 
-    async def _ask_frames(self, stream: RelayedStream, ask: AskFrames) -> None:
-        question = FramesRequest(request_id=stream.request_id, attempt=ask.attempt, from_seq=ask.from_seq)
-        answer = await self._ask(subjects.frames(ask.worker, stream.tenant), question, _frames_of)
-        if self._streams.get(stream.name) is stream:
-            now = time.monotonic()
-            effects = stream.relay.on_frames_answer(ask.worker, ask.attempt, answer, int(now * 1000))
-            self._perform(stream, effects, now)
+    def _want(self, stream: RelayedStream, of: str, ask: AskFrames | AskStatus, now: float) -> None:
+        """One question of a stream is open at a time; while nobody can be asked the answer is at hand at once."""
+        if not stream.request_id or not self._bus.connected:
+            self._answered(stream, ask, None, now)
+            return
+        if not stream.wanted:
+            _kept(self._questions, self._ask_all(stream))
+        stream.wanted[of] = ask
 
-    async def _ask_status(self, stream: RelayedStream) -> None:
-        question = StatusRequest(request_id=stream.request_id)
-        answer = await self._ask(subjects.status(stream.model, stream.tenant), question, _status_of)
-        if self._streams.get(stream.name) is stream:
-            if answer is not None:
-                stream.attempt = max(stream.attempt, answer.attempt)
-            now = time.monotonic()
-            self._perform(stream, stream.relay.on_status(answer, int(now * 1000)), now)
+    async def _ask_all(self, stream: RelayedStream) -> None:
+        """What the stream wants to know, one after the other."""
+        while stream.wanted:
+            of, ask = next(iter(stream.wanted.items()))
+            answer: FramesAnswer | StatusAnswer | None = None
+            if type(ask) is AskFrames:
+                question = FramesRequest(request_id=stream.request_id, attempt=ask.attempt, from_seq=ask.from_seq)
+                answer = await self._ask(subjects.frames(ask.worker, stream.tenant), question, _frames_of)
+            else:
+                answer = await self._ask(subjects.status(stream.model, stream.tenant), self._about(stream), _status_of)
+            if stream.wanted.get(of) is ask:
+                del stream.wanted[of]
+            if self._streams.get(stream.name) is stream:
+                self._answered(stream, ask, answer, time.monotonic())
+            else:
+                stream.wanted.clear()
+
+    def _about(self, stream: RelayedStream) -> StatusRequest:
+        if not stream.relay.joined:
+            return StatusRequest(request_id=stream.request_id)
+        return StatusRequest(request_id=stream.request_id, reader=stream.name, stream_owner=self.stream_owner)
+
+    def _answered(
+        self, stream: RelayedStream, ask: AskFrames | AskStatus, answer: FramesAnswer | StatusAnswer | None, now: float
+    ) -> None:
+        """``answer`` is None where nobody gave one."""
+        now_ms = int(now * 1000)
+        if isinstance(ask, AskFrames):
+            found = answer if isinstance(answer, FramesAnswer) else None
+            self._perform(stream, stream.relay.on_frames_answer(ask.worker, ask.attempt, found, now_ms), now)
+            return
+        told = answer if isinstance(answer, StatusAnswer) else None
+        if told is not None:
+            stream.attempt = max(stream.attempt, told.attempt)
+        self._perform(stream, stream.relay.on_status(told, now_ms), now)
 
     async def _ask(
         self, subject: str, question: FramesRequest | StatusRequest | CancelRequest, decode: Callable[[bytes], T]
     ) -> T | None:
-        """The answer; None when there is none in time, or nothing to ask with: no request id, or no bus."""
+        """The answer; None when there is none in time, or no bus to ask by."""
         async with self._asking:
-            if not question.request_id or not self._bus.connected:
+            if not self._bus.connected:
                 return None
             try:
                 answer = await self._bus.request(subject, _encode(question), timeout_s=QUESTION_TIMEOUT_S)
@@ -252,11 +319,16 @@ class Subscriber:
 
     async def _cancel(self, question: CancelRequest, subject: str) -> bool:
         give_up_at = time.monotonic() + CANCEL_S_MAX
-        while time.monotonic() < give_up_at:
+        pause_s = CANCEL_PAUSE_S
+        while (left_s := give_up_at - time.monotonic()) > 0:
+            if not self._bus.connected:
+                await self._bus.session.wait_connected(left_s)
+                pause_s = CANCEL_PAUSE_S
             answer = await self._ask(subject, question, _cancelled_of)
             if answer is not None and answer.durable:
                 return True
-            await asyncio.sleep(CANCEL_PAUSE_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, CANCEL_PAUSE_S_MAX)
         log.warning("cancel_unconfirmed", request_id=question.request_id, reason=question.reason)
         return False
 

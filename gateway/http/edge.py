@@ -18,7 +18,8 @@ from gateway.http.exchange import Exchange, Headers
 _log = structlog.get_logger()
 
 _EXPOSED = (
-    b"x-request-id, x-client-request-id, retry-after, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, "
+    b"x-request-id, x-client-request-id, idempotent-replayed, retry-after, "
+    b"x-ratelimit-limit-requests, x-ratelimit-remaining-requests, "
     b"x-ratelimit-reset-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
 )
 _PREFLIGHT_S = b"7200"

@@ -40,6 +40,14 @@ class Exchange:
         if self.format.request_id_header:
             self.answer_headers.append((self.format.request_id_header, self.request_id.encode()))
 
+    def answer_as(self, request_id: str) -> None:
+        """The answer is that of another request, which this one joined."""
+        ours, self.request_id = self.request_id.encode(), request_id
+        self.answer_headers = [
+            (name, request_id.encode() if value == ours else value) for name, value in self.answer_headers
+        ]
+        self.answer_headers.append((b"idempotent-replayed", b"true"))
+
     async def send(self, message: Message) -> None:
         """Part of the answer; the first one gets our headers."""
         if message["type"] == "http.response.start":

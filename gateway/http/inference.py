@@ -19,9 +19,13 @@ from gateway.http.caller import CallerLeft, CallerWatch
 from gateway.http.exchange import Exchange, Headers
 from gateway.http.request_log import RequestLog
 from gateway.http.typed import Services
-from gateway.intake.admission import Prepared, RequestContext
+from gateway.intake.admission import Prepared, RequestContext, idempotency_key
 from gateway.streams.hub import Hub
 from gateway.streams.stream import KEEP_ALIVE, GatewayStream
+
+RETURN_S = 10.0
+"""So long after its hang-up the request of a caller with an idempotency key goes on: clients pause for up to 8 s before
+they ask again."""
 
 _STREAM_HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -88,22 +92,30 @@ class Inference:
             stream_owner=self._hub.stream_owner,
             deadline_ms=_deadline_ms(headers),
             client_request_id=exchange.client_request_id,
+            idempotency_key=_idempotency_key(headers),
         )
         data = await body.read(exchange, self._config)
         with CallerWatch(exchange.receive) as caller:
             prepared = await self._prepare(context, data, log)
             del data
             stream = log.stream = self._hub.listen(prepared.envelope)
+            submitting = self._hub.spawn(self._submit(prepared, stream, log))
             try:
-                stream.model = await self._submit(prepared, log)
+                # With a key it goes on without its caller, who may come back.
+                await (asyncio.shield(submitting) if stream.idempotency_key else submitting)
                 del prepared  # The body is stored, and an answer may take minutes.
+                if stream.relay.joined:
+                    exchange.answer_as(stream.request_id)
                 if stream.sse:
                     await _write_events(exchange, stream, caller, log)
                 else:
                     await _write_answer(exchange, stream, caller, log)
             except asyncio.CancelledError:
-                # Also before the request was stored: the scheduler remembers a cancel of an id it does not know.
-                self._hub.leave(stream, "client_disconnected")
+                if stream.idempotency_key:
+                    self._hub.spawn(self._cancel_unless_joined(stream, submitting))
+                else:
+                    # Also before the request was stored: the scheduler remembers a cancel of an id it does not know.
+                    self._hub.leave(stream, "client_disconnected")
                 raise
             finally:
                 self._hub.leave(stream)
@@ -115,13 +127,23 @@ class Inference:
         log.envelope = prepared.envelope
         return prepared
 
-    async def _submit(self, prepared: Prepared, log: RequestLog) -> str:
-        """Admit and store; the model that will answer, which may be a fallback."""
+    async def _submit(self, prepared: Prepared, stream: GatewayStream, log: RequestLog) -> None:
+        """Admit and store, for the model that will answer, which may be a fallback; or join."""
         admitted = await self._intake.admit(prepared)
         log.envelope, log.limits = admitted.envelope, admitted.limits
-        log.model = admitted.envelope.model
+        stream.model = log.model = admitted.envelope.model
         await self._intake.publish(admitted)
-        return log.model
+        if admitted.joined:
+            self._hub.join(stream, admitted.joined, streamed=stream.sse)
+
+    async def _cancel_unless_joined(self, stream: GatewayStream, submitting: asyncio.Task[None]) -> None:
+        """Who gave a key may come back for the answer, to any gateway; who does not has left."""
+        try:
+            await submitting
+        except HeadraceError:
+            return
+        await asyncio.sleep(RETURN_S)
+        await self._hub.cancel(stream, "client_disconnected")
 
 
 async def _write_events(exchange: Exchange, stream: GatewayStream, caller: CallerWatch, log: RequestLog) -> None:
@@ -169,6 +191,13 @@ def _deadline_ms(headers: Headers) -> int | None:
         f"X-Headrace-Deadline-Ms must be a whole number of milliseconds from 1 to {DEADLINE_MS_MAX}.",
         param="X-Headrace-Deadline-Ms",
     )
+
+
+def _idempotency_key(headers: Headers) -> str:
+    given = [value.strip() for name, value in headers if name == b"idempotency-key"]
+    if not given:
+        return ""
+    return idempotency_key(given[0].decode("latin-1") if len(given) == 1 else "", "Idempotency-Key")
 
 
 def _limit_headers(limits: RateLimits | None) -> Headers:

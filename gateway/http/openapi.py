@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from contracts import errors
 from contracts.messages.admission import DEADLINE_MS_MAX
+from contracts.messages.base import IDEMPOTENCY_KEY_MAX
 from gateway.apis.api import Api
 from gateway.apis.response_format import OPENAI
 from gateway.apis.table import APIS, format_of_path
@@ -27,7 +28,7 @@ PUBLIC = "Service"
 ALWAYS = (400, 408, 431, 500)
 """A request that is no HTTP, headers that are too slow or too large, a bug."""
 BODY = (413, 415)
-INFERENCE = (*BODY, 401, 404, 429, 499, 502, 503, 504, 529)
+INFERENCE = (*BODY, 401, 404, 409, 422, 429, 499, 502, 503, 504, 529)
 
 Schema = dict[str, Any]
 
@@ -43,9 +44,25 @@ _DEADLINE: Schema = {
     "schema": {"type": "integer", "minimum": 1, "maximum": DEADLINE_MS_MAX},
     "description": "Time to the first token that the caller accepts; without it the tenant's default holds.",
 }
+_IDEMPOTENCY: Schema = {
+    "in": "header",
+    "name": "Idempotency-Key",
+    "schema": {"type": "string", "minLength": 1, "maxLength": IDEMPOTENCY_KEY_MAX, "pattern": "^[ -~]+$"},
+    "description": (
+        "The caller's own name for the request, within its tenant and model. The same key with the same body joins the "
+        "request that runs, or gives how it ended, and never runs it twice; kept for ten minutes after the end. The "
+        "answer of an ended request can be had for a minute, then 409 says that it is gone. With another body: 422. A "
+        "refused request does not use up its key. A caller who hangs up and does not ask again within ten seconds has "
+        "cancelled."
+    ),
+}
 _TEXT: Schema = {"type": "string"}
 _HEADERS: Schema = {
     "x-request-id": {"schema": _TEXT, "description": "Our name of the request; say it when you ask about it."},
+    "idempotent-replayed": {
+        "schema": {"const": "true"},
+        "description": "The answer is that of an earlier request with the same `Idempotency-Key`, whose id this is.",
+    },
     "x-client-request-id": {"schema": _TEXT, "description": "The caller's own `X-Request-Id`."},
     "retry-after": {
         "schema": {"type": "integer", "minimum": 1},
@@ -142,9 +159,10 @@ def _inference(api: Api, schemas: _Schemas) -> Schema:
         "operationId": operation_id("post", api.path),
         "tags": ["Inference"],
         "summary": api.summary,
-        "parameters": [_DEADLINE],
+        "parameters": [_DEADLINE, _IDEMPOTENCY],
         "requestBody": {"required": True, "content": schemas.content(api.body)},
-        "responses": {"200": _success(content, _RATE_LIMITS)} | _refusals(api.path, INFERENCE, schemas, _RATE_LIMITS),
+        "responses": {"200": _success(content, ["idempotent-replayed", *_RATE_LIMITS])}
+        | _refusals(api.path, INFERENCE, schemas, _RATE_LIMITS),
     }
 
 

@@ -6,6 +6,7 @@ capacity, order, deadline) is the scheduler's answer, passed on.
 """
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from contracts.bus import Bus, BusError, StreamFull, TooLarge, Unavailable, Unco
 from contracts.clock import monotonic_ms
 from contracts.errors import HeadraceError
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest, RateLimits
-from contracts.messages.base import Codec, Priority, RequestDemand, fields_of
+from contracts.messages.base import IDEMPOTENCY_KEY_MAX, Codec, IdempotencyKey, Priority, RequestDemand, fields_of
 from contracts.messages.control import CancelReason
 from contracts.messages.records import Manifest, TenantRecord
 from contracts.messages.request import Reply, RequestEnvelope
@@ -51,6 +52,8 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     stream_owner: str
     deadline_ms: int | None = None
     client_request_id: str = ""
+    idempotency_key: str = ""
+    """The caller's own name for the request, checked by ``idempotency_key``; empty when it gave none."""
 
 
 class ParsedBody(msgspec.Struct, frozen=True):
@@ -74,7 +77,10 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 class Admitted(msgspec.Struct, frozen=True):
-    """A request that the scheduler of ``envelope.model`` admitted: of the model asked for, or of a fallback."""
+    """A request that the scheduler of ``envelope.model`` admitted: of the model asked for, or of a fallback.
+
+    ``joined``: id of the request that runs or ran under the same idempotency key; then nothing was admitted.
+    """
 
     envelope: RequestEnvelope
     """Without the body."""
@@ -83,6 +89,7 @@ class Admitted(msgspec.Struct, frozen=True):
     """The tenant's token buckets after the decision."""
     asked_at_ms: int
     """When the scheduler was first asked, monotonic: the envelope's spans began no earlier."""
+    joined: str = ""
 
 
 class AdmissionRefused(HeadraceError):
@@ -134,6 +141,12 @@ class Intake:
     async def prepare(self, context: RequestContext, parsed: ParsedBody) -> Prepared:
         """Check and count; raises HeadraceError."""
         api, manifest, tenant = context.api, parsed.model.manifest, context.identity.tenant
+        idempotency = None
+        if key := context.idempotency_key:
+            digest = await threads.run(
+                tenant.name, parsed.bytes, ON_THE_SPOT_BYTES, _digest, api.endpoint, parsed.fields
+            )
+            idempotency = IdempotencyKey(key=key, digest=digest)
         valid, prompts = await _counted(api, tenant, parsed)
         limit = output_limit(api, manifest, prompts, valid)
         stated = {api.limit_field: limit} if api.limit_field else {}
@@ -158,6 +171,7 @@ class Intake:
             stream_owner=context.stream_owner,
             tokenizer_fingerprint=manifest.tokenizer_fingerprint,
             client_request_id=context.client_request_id,
+            idempotency=idempotency,
             prefix_caching=tenant.prefix_caching,
         )
         return Prepared(context, parsed.bytes, envelope, body)
@@ -171,8 +185,9 @@ class Intake:
         """Ask the model's scheduler.
 
         An overloaded model's request goes to the first of its fallbacks that admits it, where the tenant permits
-        that. Raises HeadraceError; AdmissionRefused is the first model's refusal. What reading the body was charged is
-        given back, unless the refusal is the tenant's own doing.
+        that. One that runs already under its idempotency key is joined, also where a fallback runs it. Raises
+        HeadraceError; AdmissionRefused is the first model's refusal. What reading the body was charged is given back,
+        unless the refusal is the tenant's own doing.
         """
         given_back = True
         try:
@@ -186,26 +201,38 @@ class Intake:
                 self._budget.give_back(tenant, prepared.bytes_read, time.monotonic())
 
     async def _admit_somewhere(self, prepared: Prepared) -> Admitted:
+        tenant, envelope = prepared.context.identity.tenant, prepared.envelope
+        fallbacks = self._catalog.resolve(envelope.model, tenant).manifest.fallbacks if tenant.fallback else []
+        for name in fallbacks if envelope.idempotency is not None else ():
+            elsewhere = msgspec.structs.replace(prepared, envelope=msgspec.structs.replace(envelope, model=name))
+            try:
+                return await self._admit(elsewhere, join_only=True)
+            except HeadraceError as refused:
+                if refused.code not in ("not_found", "unavailable"):
+                    raise
         try:
             return await self._admit(prepared)
         except AdmissionRefused as refused:
-            tenant = prepared.context.identity.tenant
-            if refused.code != "overloaded" or not tenant.fallback:
+            if refused.code != "overloaded":
                 raise
-            for name in self._catalog.resolve(prepared.envelope.model, tenant).manifest.fallbacks:
+            for name in fallbacks:
                 try:
                     body = msgspec.json.encode({**msgspec.json.decode(prepared.body), "model": name})
                     parsed = await self._parse(tenant, body, len(body))
-                    return await self._admit(await self.prepare(prepared.context, parsed))
+                    other = await self.prepare(prepared.context, parsed)
+                    renamed = msgspec.structs.replace(other.envelope, idempotency=envelope.idempotency)
+                    return await self._admit(msgspec.structs.replace(other, envelope=renamed))
                 except HeadraceError:
                     continue
             raise
 
-    async def _admit(self, prepared: Prepared) -> Admitted:
+    async def _admit(self, prepared: Prepared, *, join_only: bool = False) -> Admitted:
         asked_at_ms = monotonic_ms()
-        answer = await self._ask(prepared)
+        answer = await self._ask(prepared, join_only=join_only)
         if not answer.admitted:
             raise AdmissionRefused(answer)
+        if answer.joined:
+            return Admitted(prepared.envelope, b"", answer.limits, asked_at_ms, answer.joined)
         envelope = msgspec.structs.replace(
             prepared.envelope,
             admitted_at_ms=answer.admitted_at_ms,
@@ -215,10 +242,12 @@ class Intake:
         return Admitted(envelope, prepared.body, answer.limits, asked_at_ms)
 
     async def publish(self, admitted: Admitted) -> None:
-        """Store an admitted request; from then on it survives any process.
+        """Store an admitted request; from then on it survives any process. A joined one is stored already.
 
         Raises HeadraceError, having cancelled the request.
         """
+        if admitted.joined:
+            return
         envelope = admitted.envelope
         try:
             envelope = await self._with_body(envelope, admitted.body)
@@ -235,10 +264,15 @@ class Intake:
             self._cancel(envelope, "publish_unconfirmed")
             raise _not_stored(error) from error
 
-    async def _ask(self, prepared: Prepared) -> AdmissionAnswer:
+    async def _ask(self, prepared: Prepared, *, join_only: bool) -> AdmissionAnswer:
         envelope = prepared.envelope
         question = _request_codec.encode(
-            AdmissionRequest(**fields_of(RequestDemand, envelope), deadline_ms=prepared.context.deadline_ms)
+            AdmissionRequest(
+                **fields_of(RequestDemand, envelope),
+                deadline_ms=prepared.context.deadline_ms,
+                reader=envelope.reply.stream,
+                join_only=join_only,
+            )
         )
         subject = subjects.admit(envelope.model)
         give_up_at = time.monotonic() + self._ask_s_max
@@ -247,7 +281,7 @@ class Intake:
                 data = await self._bus.request(subject, question, timeout_s=ASK_TIMEOUT_S)
                 return _answer_codec.decode(data)
             except (Unavailable, msgspec.MsgspecError) as error:
-                if time.monotonic() + ASK_PAUSE_S >= give_up_at:
+                if join_only or time.monotonic() + ASK_PAUSE_S >= give_up_at:
                     raise HeadraceError(
                         "unavailable",
                         "No scheduler answers for this model at the moment.",
@@ -261,6 +295,21 @@ class Intake:
             return msgspec.structs.replace(envelope, body=msgspec.Raw(body))
         await self._bus.objects.put(topology.BODIES, envelope.request_id, body)
         return msgspec.structs.replace(envelope, body_object=envelope.request_id)
+
+
+def idempotency_key(given: str, param: str) -> str:
+    """The checked key; ``param`` is what the caller calls it. Raises HeadraceError."""
+    if 0 < len(given) <= IDEMPOTENCY_KEY_MAX and given.isascii() and given.isprintable():
+        return given
+    raise HeadraceError(
+        "invalid_request", f"{param} must have 1 to {IDEMPOTENCY_KEY_MAX} printable ASCII characters.", param=param
+    )
+
+
+def _digest(endpoint: str, fields: dict[str, Any]) -> str:
+    """Equal for bodies that ask for the same, however their JSON is written."""
+    asked = msgspec.json.encode([endpoint, fields], order="deterministic")
+    return hashlib.blake2b(asked, digest_size=16).hexdigest()
 
 
 async def _counted(api: Api, tenant: TenantRecord, parsed: ParsedBody) -> tuple[ValidBody, list[int]]:

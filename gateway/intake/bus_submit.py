@@ -15,7 +15,7 @@ from contracts.messages.base import Codec
 from contracts.messages.frames import ErrorData
 from contracts.messages.request import SubmitAnswer, SubmitRequest
 from gateway.apis.table import APIS
-from gateway.intake.admission import AdmissionRefused, Intake, RequestContext
+from gateway.intake.admission import AdmissionRefused, Intake, RequestContext, idempotency_key
 from gateway.intake.auth import Directory, Identity
 
 _log = structlog.get_logger()
@@ -90,6 +90,7 @@ class NatsIngress:
             reply=submitted.reply,
             stream_owner=_stream_owner(tenant_name, submitted.stream_owner),
             deadline_ms=deadline_ms,
+            idempotency_key=idempotency_key(key, "idempotency_key") if (key := submitted.idempotency_key) else "",
         )
         parsed = await self._intake.parse(tenant, submitted.body or b"{}", model=model)
         admitted = await self._intake.admit(await self._intake.prepare(context, parsed))
@@ -98,14 +99,22 @@ class NatsIngress:
         except HeadraceError as error:
             return _refusal(request_id, error, admitted.limits)
         envelope = admitted.envelope
+        request_id = admitted.joined or request_id
         _log.info(
             "request_submitted",
             request_id=request_id,
+            joined=bool(admitted.joined),
             tenant=tenant_name,
             model=envelope.model,
             prompt_tokens=envelope.prompt_tokens,
         )
-        return SubmitAnswer(admitted=True, request_id=request_id, model=envelope.model, limits=admitted.limits)
+        return SubmitAnswer(
+            admitted=True,
+            request_id=request_id,
+            joined=bool(admitted.joined),
+            model=envelope.model,
+            limits=admitted.limits,
+        )
 
 
 def _stream_owner(tenant: str, incarnation: str) -> str:

@@ -2,6 +2,7 @@
 
 from contracts import subjects
 from contracts.bus import Bus
+from contracts.messages.control import CancelReason, CancelRequest
 from contracts.messages.request import RequestEnvelope
 from contracts.streaming.subscriber import Subscriber
 from gateway import metrics
@@ -22,6 +23,12 @@ class Hub(Subscriber):
         self._hold_s = hold_s
         self._bytes_max = bytes_max
         metrics.STREAMS.set_function(self.__len__)
+
+    def cancel_request(self, envelope: RequestEnvelope, reason: CancelReason) -> None:
+        """Cancel a request for the stream that its envelope names, here or a service's."""
+        reader = envelope.reply.stream if envelope.idempotency is not None else ""
+        question = CancelRequest(request_id=envelope.request_id, reason=reason, reader=reader)
+        self.send_cancel(question, envelope.model, envelope.tenant)
 
     def listen(self, envelope: RequestEnvelope) -> GatewayStream:
         """The stream of a request that is yet to be admitted, open; the caller leaves it."""

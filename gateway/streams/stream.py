@@ -36,6 +36,8 @@ class GatewayStream(RelayedStream):
             tenant=envelope.tenant,
             relay=Relay(stream=envelope.stream, now_ms=int(now * 1000)),
         )
+        if envelope.idempotency is not None:
+            self.idempotency_key = envelope.idempotency.key
         self.sse = envelope.stream
         """Server-sent events; else one JSON answer."""
         self.chunks = 0

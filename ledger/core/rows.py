@@ -116,8 +116,8 @@ class Row(NamedTuple):
     precedence: int
 
 
-EVENT_COLUMNS = {name: name.removesuffix("_ms") for name in AttemptEvent.__struct_fields__}
-"""Field of an attempt event -> its column."""
+EVENT_COLUMNS = {name: name.removesuffix("_ms") for name in AttemptEvent.__struct_fields__ if name != "idempotency"}
+"""Field of an attempt event -> its column. Idempotency keys are for schedulers and end after minutes."""
 
 
 def row_of(source: Source) -> Row:

@@ -16,13 +16,15 @@ from contracts.messages.base import Epoch
 from contracts.messages.control import Announce, CancelAnswer, Evict
 from contracts.messages.records import Manifest
 from scheduler.core import events, outcomes, views
-from scheduler.core.lifecycle import Lifecycle, cancelled
+from scheduler.core.lifecycle import UNHEARD, Lifecycle, cancelled
 from scheduler.core.request import Request
 from scheduler.core.settings import Settings
 from scheduler.core.takeover import Takeover
 from scheduler.core.transitions import WAITING, WITH_WORKER, State, Trigger
 from scheduler.core.worker_pool import Worker
 
+READERS_MAX = 16
+"""Of one request under an idempotency key."""
 WAITERS_MAX = 16
 """Cancels of one request that wait for its end; who was dropped asks again."""
 
@@ -84,6 +86,12 @@ class Core(Lifecycle):
                 raise HeadraceError("conflict", "A request with this id is known already.")
             if self.tombstones.cancelled(asked.request_id):
                 raise HeadraceError("cancelled", "The request was cancelled.")
+            if joined := self._joined(asked):
+                limits = self.admission.quota(asked.tenant, self.now_ms).rate_limits(self.now_ms)
+                self.do(
+                    events.AnswerAdmission(event.handle, AdmissionAnswer(admitted=True, joined=joined, limits=limits))
+                )
+                return
             deadline_ms = self.admission.check(asked, self.now_ms, has_room=self.pool.has_room())
         except HeadraceError as error:
             self.refusals[error.code] = self.refusals.get(error.code, 0) + 1
@@ -93,8 +101,40 @@ class Core(Lifecycle):
             asked, now_ms=self.now_ms, publish_within_ms=self.settings.publish_within_ms, deadline_ms=deadline_ms
         )
         self.admit(request)
+        self.read_by(request, asked.reader, asked.stream_owner)
         heapq.heappush(self._expiries, (self._expires_at_ms(request), request.id))
         self.do(events.AnswerAdmission(event.handle, self._admitted(request)))
+
+    def _joined(self, asked: AdmissionRequest) -> str:
+        """Id of the request that runs or ran under the same key; empty when there is none. Raises HeadraceError."""
+        given = asked.idempotency
+        named = self.keys.find(asked.tenant, given.key) if given is not None else None
+        if given is None or named is None:
+            if asked.join_only:
+                raise HeadraceError("not_found", "No request has this idempotency key here.")
+            return ""
+        if not named.request_id:
+            raise HeadraceError("cancelled", "The request of this idempotency key was cancelled.")
+        if named.digest != given.digest:
+            raise HeadraceError(
+                "idempotency_key_reused",
+                f"This idempotency key names another request, {named.request_id}: use a key for one request only.",
+            )
+        request = self.requests.get(named.request_id)
+        if request is None:
+            if self.tombstones.ended(named.request_id) is None:
+                raise HeadraceError(
+                    "conflict", f"Request {named.request_id} of this idempotency key has ended; its answer is not kept."
+                )
+        elif request.cancel_reason == outcomes.WITHDRAWN:
+            raise HeadraceError(
+                "unavailable", "The request of this idempotency key is still being withdrawn.", retry_after_s=1
+            )
+        elif len(request.readers or ()) >= READERS_MAX:
+            raise HeadraceError("conflict", f"{READERS_MAX} callers read the request of this idempotency key already.")
+        else:
+            self.read_by(request, asked.reader, asked.stream_owner)
+        return named.request_id
 
     def _admitted(self, request: Request) -> AdmissionAnswer:
         return AdmissionAnswer(
@@ -227,8 +267,18 @@ class Core(Lifecycle):
 
     def _cancel_asked(self, event: events.CancelAsked) -> None:
         request_id = event.asked.request_id
+        if key := event.asked.idempotency_key:
+            named = self.keys.find(event.tenant, key)
+            if named is None or not named.request_id:
+                self.keys.forbid(event.tenant, key, self.now_ms)
+                self.do(events.AnswerCancel(event.handle, CancelAnswer(durable=True)))
+                return
+            request_id = named.request_id
         request = self.requests.get(request_id)
         if request is not None and request.tenant == event.tenant:
+            if event.asked.reader and not self.left_by(request, event.asked.reader):
+                self.do(events.AnswerCancel(event.handle, CancelAnswer(durable=False)))
+                return
             request.cancel_waiters = [*request.cancel_waiters[1 - WAITERS_MAX :], event.handle]
             self.cancel(request, event.asked.reason)
             return
@@ -253,6 +303,9 @@ class Core(Lifecycle):
             self.propose_end(request, "cancelled", "cancelled", cancelled(request))
 
     def _status_asked(self, event: events.StatusAsked) -> None:
+        request = self.requests.get(event.request_id)
+        if request is not None and request.tenant == event.tenant and len(request.readers or ()) < READERS_MAX:
+            self.read_by(request, event.reader, event.stream_owner)
         self.do(events.AnswerStatus(event.handle, views.status(self, event.tenant, event.request_id)))
 
     def _worker_seen(self, event: events.WorkerSeen) -> None:
@@ -296,9 +349,12 @@ class Core(Lifecycle):
             self._stream_owner_lost(event.beat.stream_owner)
 
     def _stream_owner_lost(self, owner: str) -> None:
-        reason = "gateway_lost" if subjects.is_gateway(owner) else "stream_owner_lost"
         for request_id in self.stream_owners.leave(owner):
-            self.cancel(self.requests[request_id], reason)
+            request = self.requests[request_id]
+            for reader in [reader for reader, its in (request.readers or {}).items() if its == owner]:
+                self.left_by(request, reader)
+            if not request.readers:
+                self.cancel(request, _owner_lost(owner))
 
     def _loopback_seen(self, event: events.LoopbackSeen) -> None:
         self.pool.beats += 1
@@ -341,10 +397,19 @@ class Core(Lifecycle):
             repeat_at = request.cancel_sent_at_ms + self.settings.cancel_repeat_ms
             if request.state in WITH_WORKER and repeat_at <= now:
                 self.send_cancel(request)
+        self._hear_no_more()
         self.tombstones.pass_time(now)
+        self.keys.pass_time(now)
         self.clocks.pass_time(now)
         self.admission.pass_time(now)
         self.dispatch()
+
+    def _hear_no_more(self) -> None:
+        """Who joined a request under an earlier owner has said so by now, or is gone."""
+        while self.unheard and (request_id := next(iter(self.unheard))) and self.unheard[request_id] <= self.now_ms:
+            del self.unheard[request_id]
+            if (request := self.requests.get(request_id)) is not None and self.left_by(request, UNHEARD):
+                self.cancel(request, _owner_lost(request.envelope.stream_owner))
 
     def _withdraw_lost_work(self) -> None:
         """What a usable worker should have pulled long ago did not reach it."""
@@ -380,3 +445,8 @@ class Core(Lifecycle):
 
     def _budget_seen(self, event: events.BudgetSeen) -> None:
         self.admission.budgets[event.tenant] = (event.month, event.tokens)
+
+
+def _owner_lost(owner: str) -> str:
+    """Reason of a cancel because its stream owner is lost: a gateway is the service's own."""
+    return "gateway_lost" if subjects.is_gateway(owner) else "stream_owner_lost"

@@ -116,6 +116,8 @@ class StatusAsked(Event, frozen=True):
     tenant: str
     request_id: str
     handle: Any
+    reader: str = ""
+    stream_owner: str = ""
 
 
 class WorkerSeen(Event, frozen=True):

@@ -19,12 +19,16 @@ from scheduler.core import events, outcomes
 from scheduler.core.admission import AdmissionControl
 from scheduler.core.clocks import Clocks
 from scheduler.core.fair_queue import FairQueue, QueuedRequest
+from scheduler.core.idempotency import IdempotencyKeys
 from scheduler.core.request import Request
 from scheduler.core.settings import Settings
 from scheduler.core.stream_owners import StreamOwners
 from scheduler.core.tombstones import Tombstones
 from scheduler.core.transitions import WAITING, WITH_WORKER, State, Trigger
 from scheduler.core.worker_pool import Worker, WorkerPool
+
+UNHEARD = ""
+"""In the place of the readers who joined a request under an earlier owner, until they have had time to say so again."""
 
 
 class Lifecycle:
@@ -41,6 +45,7 @@ class Lifecycle:
         """Nothing is dispatched yet, and no waiting request ended: an earlier owner may have dispatched it."""
         self.requests: dict[str, Request] = {}
         self.tombstones = Tombstones()
+        self.keys = IdempotencyKeys()
         self.queue = FairQueue(ageing_ms=settings.ageing_ms)
         self.admission = AdmissionControl(manifest, self.queue, now_ms)
         self.pool = WorkerPool(
@@ -64,6 +69,8 @@ class Lifecycle:
         self._worker_freed = False
         self.now_ms = now_ms
         """Of the present step, Unix ms."""
+        self.unheard: dict[str, int] = {}
+        """Requests of an earlier owner that may have readers of whom this one has not heard: how long it waits for."""
         self.effects: list[events.Effect] = []
         """Of the present step, in order."""
 
@@ -79,6 +86,7 @@ class Lifecycle:
         """Reserve for a new request, which was checked, and wait for its message."""
         self.admission.reserve(request, self.now_ms)
         self.requests[request.id] = request
+        self.is_named(request)
         request.advance(Trigger.ADMITTED, self.now_ms)
 
     def take_in(self, envelope: RequestEnvelope) -> Request:
@@ -88,8 +96,37 @@ class Lifecycle:
         self.admission.adopt(request, self.now_ms)
         self.requests[request.id] = request
         self.tombstones.forget(request.id)
+        self.is_named(request)
+        self.read_by(request, envelope.reply.stream, envelope.stream_owner)
+        if request.readers:
+            request.readers[UNHEARD] = ""
+            self.unheard[request.id] = self.now_ms + self.settings.readers_heard_ms
         self.watch_stream_owner(request)
         return request
+
+    def is_named(self, request: Request) -> bool:
+        """Whether its idempotency key, if it has one, names it from now on; else another request has the key."""
+        given = request.envelope.idempotency
+        return given is None or self.keys.name(request.tenant, given, request.id)
+
+    def read_by(self, request: Request, reader: str, owner: str) -> None:
+        """While ``owner`` is heard, ``reader`` reads the request, if that can have several readers."""
+        if request.envelope.idempotency is None or not reader:
+            return
+        if request.readers is None:
+            request.readers = {}
+        request.readers[reader] = owner
+        if owner:
+            self.stream_owners.add(owner, request.id, self.pool.beats)
+
+    def left_by(self, request: Request, reader: str) -> bool:
+        """``reader`` reads the request no more; whether nobody does now."""
+        if request.readers is None:
+            return True
+        owner = request.readers.pop(reader, "")
+        if owner and owner not in request.readers.values():
+            self.stream_owners.discard(owner, request.id)
+        return not request.readers
 
     def admit_again(self, request: Request) -> None:
         """A request that was taken in waits, in no queue yet."""
@@ -306,12 +343,24 @@ class Lifecycle:
         self.outcomes[event.outcome] = self.outcomes.get(event.outcome, 0) + 1
         self._forget(request)
         self.tombstones.add_ended(event, error, self.now_ms)
+        self.key_ended(event)
+
+    def key_ended(self, event: AttemptEvent) -> None:
+        """The request of ``event`` has ended; its key goes on naming it, unless who asked was told to ask again."""
+        if event.idempotency is None:
+            return
+        if outcomes.frees_key(event):
+            self.keys.free(event.tenant, event.idempotency, event.request_id)
+        else:
+            self.keys.end(event.tenant, event.idempotency, event.request_id, self.now_ms)
 
     def expire_reservation(self, request: Request) -> None:
         """Admitted and never published: its reservation comes back. Should it be stored yet, it is a late one."""
         self.leave_queue(request)
         self.admission.settle(request, Cost(0, 0), self.now_ms, refund_request=True)
         self._forget(request)
+        if (given := request.envelope.idempotency) is not None:
+            self.keys.free(request.tenant, given, request.id)
         for handle in request.cancel_waiters:
             self.do(events.AnswerCancel(handle, CancelAnswer(durable=True)))
 
@@ -326,7 +375,8 @@ class Lifecycle:
         del self.requests[request.id]
         self.cancelling.pop(request.id, None)
         self.pool.free_worker(request.id)
-        self.stream_owners.discard(request.envelope.stream_owner, request.id)
+        for owner in {request.envelope.stream_owner, *(request.readers or {}).values()}:
+            self.stream_owners.discard(owner, request.id)
 
     def _send_frame(self, request: Request, kind: FrameKind, data: bytes) -> None:
         reply = request.envelope.reply

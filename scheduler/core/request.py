@@ -32,6 +32,7 @@ class Request:
         "gone_since_ms",
         "history",
         "progress",
+        "readers",
         "request_seq",
         "state",
         "was_in_flight",
@@ -76,6 +77,8 @@ class Request:
         self.cancel_sent_at_ms = 0
         self.cancel_waiters: list[object] = []
         """Handles of cancels that are answered when the end is stored."""
+        self.readers: dict[str, str] | None = None
+        """Stream -> its owner, of a request with an idempotency key: those that read it, who asked first included."""
         self.history: list[str] = []
         """The last changes: time, state and attempt before, trigger."""
 
@@ -95,6 +98,7 @@ class Request:
             max_output_tokens=asked.max_output_tokens,
             stream_owner=asked.stream_owner,
             version=asked.version,
+            idempotency=asked.idempotency,
             admitted_at_ms=now_ms,
             publish_within_ms=publish_within_ms,
             deadline_ms=deadline_ms,

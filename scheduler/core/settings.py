@@ -21,5 +21,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     end_overdue_ms: int = 2_000
     """An attempt that its worker no longer has, and of which no end was told for so long, is looked up in ATTEMPTS:
     an end follows its storage within milliseconds."""
+    readers_heard_ms: int = 10_000
+    """So long after an owner took in a request of an earlier one nobody's leave is taken for the last reader's: who
+    joined it says so again every second."""
     starvation_timeout_ms: int = 5_000
     """How long a request that fits no worker may be passed by smaller ones."""

@@ -37,6 +37,7 @@ class Takeover:
         tombstone = life.tombstones.ended(event.request_id)
         if tombstone is None or tombstone.event.attempt < event.attempt:
             life.tombstones.add_ended(event, tombstone.error if tombstone else None, life.now_ms)
+            life.key_ended(event)
             used = outcomes.used(event)
             if life.recovering and used.total:
                 life.admission.quota(event.tenant, life.now_ms).replay(used, event.admitted_at_ms, life.now_ms)
@@ -75,7 +76,9 @@ class Takeover:
         request = life.take_in(envelope)
         request.request_seq = event.seq
         life.admit_again(request)
-        if life.tombstones.cancelled(envelope.request_id):
+        if not life.is_named(request):
+            life.end_waiting(request, "cancelled", "cancelled", outcomes.KEY_TAKEN)
+        elif life.tombstones.cancelled(envelope.request_id):
             life.end_waiting(request, "cancelled", "cancelled", "The request was cancelled.")
         elif (late_ms := event.stored_at_ms - envelope.publish_by_ms) > 0:
             late = f"The request was stored {late_ms} ms after its reservation had expired, by the bus's clock."

@@ -86,6 +86,7 @@ def check_invariants(life: Lifecycle) -> None:
     assert len(life.queue) == len(queued)
     assert all(request.id in life.queue for request in queued)
     assert not any(life.tombstones.ended(request.id) for request in requests)
+    assert len(life.keys) <= sum(request.envelope.idempotency is not None for request in requests)
     for name, quota in admission.quotas.items():
         own = [request for request in requests if request.tenant == name]
         assert quota.open == len(own), name

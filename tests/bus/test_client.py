@@ -10,6 +10,7 @@ import pytest
 from contracts import subjects
 from contracts.bus import Bus, Incoming
 from contracts.client import Client
+from contracts.client import stream as stream_module
 from contracts.errors import HeadraceError
 from contracts.messages.control import CancelAnswer, CancelRequest, StatusAnswer, StreamOwnerHeartbeat
 from contracts.messages.frames import EndData, ErrorData, Frame, FrameKind, FramesAnswer, FramesRequest, ReplyMessage
@@ -466,3 +467,105 @@ async def test_a_restart_of_the_bus_leaves_no_hole(service: Service, client: Cli
     assert seen == ["a", "b", "c", "d"]
     beats = len(service.beats)
     await until(lambda: len(service.beats) > beats)
+
+
+# A submit whose answer does not come ------------------------------------------------------------------------------
+
+
+async def test_nothing_runs_after_its_caller_was_told_that_it_failed(
+    service: Service, nats: NatsServer, nats_url: str
+) -> None:
+    async with Client(nats_url, tenant=TENANT, retries=0) as client:
+        nats.stop()
+        assert client._access is not None
+        bus = client._access.bus
+        await until(lambda: not bus.connected)
+        with pytest.raises(HeadraceError) as caught:
+            await client.chat_once(model=MODEL, messages=MESSAGES)
+        assert caught.value.code == "unavailable"
+        nats.start()
+        await until(lambda: bus.connected and service.bus.connected)
+        service.script = [service.answer(make_frames("ok"))]
+        assert [chunk.text async for chunk in client.chat(model=MODEL, messages=MESSAGES)] == ["ok"]
+    assert len(service.submitted) == 1
+
+
+async def never(request: SubmitRequest, request_id: str) -> SubmitAnswer:
+    raise LookupError("the answer is lost")
+
+
+async def test_a_try_without_an_answer_is_joined_by_the_next(
+    service: Service, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first was admitted and ran; what it sent to the first name is read under the second, from the start."""
+    monkeypatch.setattr(stream_module, "SUBMIT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(stream_module, "RETRY_WAIT_S", 0)
+
+    async def runs_unheard(request: SubmitRequest, request_id: str) -> SubmitAnswer:
+        await service.answer(make_frames("a", "b", "c"))(request, request_id)
+        return await never(request, request_id)
+
+    async def joins(request: SubmitRequest, request_id: str) -> SubmitAnswer:
+        return SubmitAnswer(admitted=True, request_id="r1", joined=True)
+
+    service.script = [runs_unheard, joins]
+    stream = client.chat(model=MODEL, messages=MESSAGES)
+    assert [chunk.text async for chunk in stream] == ["a", "b", "c"]
+    first, second = service.submitted
+    assert first.idempotency_key == second.idempotency_key != ""
+    assert first.reply.stream != second.reply.stream
+    assert stream.request_id == "r1" and stream.usage == USAGE
+    assert not service.cancelled
+
+
+async def test_frames_of_a_refused_try_are_not_read_as_those_of_the_next(service: Service, client: Client) -> None:
+    """Its gateway could not make sure that it was stored, and it ran for a while."""
+    unsure = ErrorData(code="unavailable", message="The request could not be stored.", retry_after_s=0)
+
+    async def runs_and_is_refused(request: SubmitRequest, request_id: str) -> SubmitAnswer:
+        await service.answer(make_frames("of the first", end=None))(request, request_id)
+        return SubmitAnswer(admitted=False, request_id=request_id, status=503, error=unsure)
+
+    async def runs(request: SubmitRequest, request_id: str) -> SubmitAnswer:
+        await service.send("r1", [("end", EndData(outcome="cancelled"))])
+        return await service.answer(make_frames("of the second"))(request, request_id)
+
+    service.script = [runs_and_is_refused, runs]
+    assert [chunk.text async for chunk in client.chat(model=MODEL, messages=MESSAGES)] == ["of the second"]
+
+
+async def test_who_gives_up_without_an_answer_cancels_by_its_key(
+    service: Service, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "SUBMIT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(stream_module, "RETRY_WAIT_S", 0)
+    service.script = [never] * 3
+    with pytest.raises(HeadraceError) as caught:
+        await client.chat_once(model=MODEL, messages=MESSAGES)
+    assert caught.value.code == "unavailable"
+    await until(lambda: service.cancelled)
+    (key,) = {request.idempotency_key for request in service.submitted}
+    (cancel,) = service.cancelled
+    assert (cancel.request_id, cancel.idempotency_key, cancel.reader) == ("", key, service.submitted[-1].reply.stream)
+
+
+async def test_who_leaves_before_an_answer_cancels_by_its_key(
+    service: Service, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "SUBMIT_TIMEOUT_S", 0.3)
+    service.script = [never]
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await client.chat_once(model=MODEL, messages=MESSAGES)
+    await until(lambda: service.cancelled)
+    assert service.cancelled[0].idempotency_key == service.submitted[0].idempotency_key
+    assert len(service.submitted) == 1, "and does not try again"
+
+
+async def test_each_call_has_a_key_of_its_own_unless_it_is_given_one(service: Service, client: Client) -> None:
+    service.script = [service.answer(make_frames("ok"))] * 3
+    for key in ("", "", "order-7"):
+        async for _ in client.chat(model=MODEL, messages=MESSAGES, idempotency_key=key):
+            pass
+    keys = [request.idempotency_key for request in service.submitted]
+    assert len(set(keys)) == 3 and keys[2] == "order-7"

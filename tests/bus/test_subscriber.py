@@ -10,6 +10,7 @@ import pytest
 
 from contracts import subjects
 from contracts.bus import Bus, Incoming
+from contracts.messages.admission import DEADLINE_MS_MAX
 from contracts.messages.control import CancelAnswer, CancelRequest, StatusAnswer, StatusRequest, StreamOwnerHeartbeat
 from contracts.messages.frames import EndData, ErrorData, Frame, FrameKind, FramesAnswer, FramesRequest, ReplyMessage
 from contracts.streaming import subscriber as module
@@ -337,6 +338,107 @@ async def test_a_cancel_that_is_never_durable_is_given_up(
     peer.cancel_answers = [encode(CancelAnswer(durable=False))] * 100
     assert not await asyncio.wait_for(subscriber.cancel(opened(subscriber), "client_cancelled"), 10)
     assert 1 < len(peer.cancelled) <= 3
+
+
+async def test_hang_ups_during_an_outage_are_kept_for_as_long_as_a_request_may_live(
+    subscriber: Subscriber, peer: Peer, nats: NatsServer
+) -> None:
+    assert module.CANCEL_S_MAX * 1000 > DEADLINE_MS_MAX
+    streams = [opened(subscriber, f"s{number}") for number in range(300)]
+    nats.stop()
+    await until(lambda: not peer.bus.connected)
+    for stream in streams:
+        subscriber.leave(stream, "client_disconnected")
+    nats.start()
+    await until(lambda: {cancel.request_id for cancel in peer.cancelled} == {f"r-s{n}" for n in range(300)})
+    await until(lambda: not subscriber._cancels)
+
+
+async def test_cancels_that_are_kept_are_bounded(
+    subscriber: Subscriber, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CANCELS_MAX", 2)
+    peer.cancel_answers = [encode(CancelAnswer(durable=False))] * 100
+    tasks = [subscriber.cancel(opened(subscriber, name), "client_disconnected") for name in ("a", "b", "c")]
+    await asyncio.wait(tasks[:1])
+    assert tasks[0].cancelled() and not any(task.done() for task in tasks[1:])
+
+
+# Questions ------------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_has_one_open_question(subscriber: Subscriber, peer: Peer) -> None:
+    """However often its relay asks anew while the worker does not answer."""
+    peer.may_answer.clear()
+    stream = opened(subscriber, repair_again_ms=1, answer_ms_max=1, silence_ms=1)
+    await peer.send(stream, "0", "1", "2", lose=(0,))
+    ticks = stream.ticks
+    await until(lambda: stream.ticks >= ticks + 3)
+    assert len(subscriber._questions) == len(peer.asked) == 1
+    peer.may_answer.set()
+    await until(lambda: stream.texts == ["0", "1", "2"])
+    await until(lambda: peer.asked_status)
+
+
+async def test_no_question_waits_for_a_bus_that_is_away(subscriber: Subscriber, peer: Peer, nats: NatsServer) -> None:
+    """Each stream knows at once that nobody can be asked; afterwards each reads on."""
+    impatient = {"silence_ms": 100, "status_again_ms": 100, "repair_again_ms": 100, "answer_ms_max": 100}
+    streams = [opened(subscriber, f"s{number}", **impatient) for number in range(300)]
+    for stream in streams:
+        await peer.send(stream, "0")
+    nats.stop()
+    await until(lambda: not subscriber._bus.connected and not subscriber._questions)
+    tasks = len(asyncio.all_tasks())
+    ticks = streams[-1].ticks
+    await until(lambda: streams[-1].ticks >= ticks + 4)
+    assert not subscriber._questions and len(asyncio.all_tasks()) <= tasks
+    assert all(stream.relay.answers == [] or stream.relay.answers[-1] is None for stream in streams)
+    for stream in streams:
+        peer.keep(stream, END)
+    nats.start()
+    await until(lambda: all(stream.ends == [END] for stream in streams))
+
+
+async def test_the_bus_that_stays_away_ends_streams_in_time(
+    subscriber: Subscriber, peer: Peer, nats: NatsServer
+) -> None:
+    impatient = {"silence_ms": 100, "status_again_ms": 100, "unreachable_ms_max": 600}
+    streams = [opened(subscriber, f"s{number}", **impatient) for number in range(300)]
+    nats.stop()
+    await until(lambda: all(stream.ends for stream in streams))
+    assert {end.code for stream in streams for end in stream.ends if isinstance(end, ErrorData)} == {"unavailable"}
+    assert not subscriber._questions
+    nats.start()
+    await until(lambda: len(peer.cancelled) == 300)
+
+
+# Joining ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_joined_stream_reads_all_from_the_worker(subscriber: Subscriber, peer: Peer) -> None:
+    """Its frames are sent to another; whoever schedules is told who reads it, too."""
+    first = Stream("elsewhere", "r-first", RelaySettings())
+    for text in ("0", "1"):
+        peer.keep(first, text)
+    joined = opened(subscriber, "mine")
+    subscriber.join(joined, "r-first", streamed=True)
+    await until(lambda: joined.texts == ["0", "1"])
+    peer.keep(first, "2")
+    peer.keep(first, END)
+    await until(lambda: joined.ends == [END])
+    assert joined.texts == ["0", "1", "2"]
+    assert {(it.request_id, it.reader, it.stream_owner) for it in peer.asked_status} == {("r-first", "mine", OWNER)}
+
+
+async def test_who_joins_too_late_is_told_that_the_answer_is_gone(subscriber: Subscriber, peer: Peer) -> None:
+    peer.status = StatusAnswer(state="ended", attempt=1, worker="w-gone", outcome="completed", last_seq=3)
+    joined = opened(subscriber, "mine")
+    subscriber.join(joined, "r-first", streamed=True)
+    await peer.bus.subscribe(
+        subjects.frames("w-gone", TENANT), lambda message: message.respond(encode(FramesAnswer(known=False)))
+    )
+    await until(lambda: joined.ends)
+    assert [end.code for end in joined.ends if isinstance(end, ErrorData)] == ["conflict"]
 
 
 # Signs of life ---------------------------------------------------------------------------------------------

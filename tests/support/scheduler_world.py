@@ -196,7 +196,7 @@ class World:
                 self.answers[handle] = answer
                 if answer.admitted and handle in self.asked:
                     self.check_limits(self.asked[handle].tenant)
-                if answer.admitted and handle not in self.unpublished:
+                if answer.admitted and not answer.joined and handle not in self.unpublished:
                     self.unpublished.append(handle)
             case events.AnswerCancel(_, answer):
                 self.cancel_answers.append(answer)
@@ -290,19 +290,19 @@ class World:
                 return
             worker.epoch = order.epoch
             if isinstance(order, CancelAttempt):
-                answer = ControlAnswer(status=self.cancel_on(worker, (order.request_id, order.attempt)))
+                answer = ControlAnswer(status=self.cancel_on(worker, (order.request_id, order.attempt), order.reason))
             elif type(order).__name__ == "Evict":
                 worker.evicted = True
                 worker.running.clear()
         if isinstance(order, CancelAttempt):
             self.feed(events.ControlAnswered(order.request_id, order.attempt, answer))
 
-    def cancel_on(self, worker: FakeWorker, key: tuple[str, int]) -> Literal["ok", "ended", "unknown"]:
+    def cancel_on(self, worker: FakeWorker, key: tuple[str, int], why: str) -> Literal["ok", "ended", "unknown"]:
         worker.never.add(key)
         progress = worker.running.pop(key, None)
         if progress is None:
             return "unknown"
-        self.end(worker, progress, "cancelled")
+        self.end(worker, progress, "cancelled", error_message=why)
         return "ended"
 
     # -- workers -----------------------------------------------------------------------------------------
@@ -329,6 +329,7 @@ class World:
                 version="v1",
                 endpoint="chat/completions",
                 priority=envelope.priority,
+                idempotency=envelope.idempotency,
                 outcome=outcome,
                 reporter="worker",
                 worker=worker.name,
@@ -405,7 +406,7 @@ class World:
     def submit(self, **fields: object) -> str:
         """Ask, and publish what is admitted; gives the request's id."""
         request_id = self.ask(**fields)
-        if self.answers[request_id].admitted:
+        if self.answers[request_id].admitted and not self.answers[request_id].joined:
             self.publish(request_id)
         return request_id
 
@@ -430,8 +431,9 @@ class World:
             admitted_at_ms=answer.admitted_at_ms,
             publish_within_ms=answer.publish_within_ms,
             deadline_ms=answer.deadline_ms,
-            reply=Reply(subject="reply.v1.x", stream=request_id),
+            reply=Reply(subject="reply.v1.x", stream=asked.reader or request_id),
             stream_owner=asked.stream_owner,
+            idempotency=asked.idempotency,
         )
         self.feed(events.RequestStored(self.requests[self.seq], self.seq, self.now))
         return self.seq
