@@ -119,6 +119,7 @@ CHANNELS = (
     Channel("usage", subjects.usage_of, _QUERIES, ["service", "gateway"], ["ledger"], _ANSWERS),
     Channel("usageOfAll", subjects.usage_all, _QUERIES, ["gateway", "operator"], ["ledger"], _ANSWERS),
     Channel("admit", subjects.admit, [AdmissionRequest], ["gateway"], ["scheduler"], [AdmissionAnswer]),
+    Channel("body", subjects.body, [], ["gateway"], ["worker", "scheduler"], stream=topology.BODIES),
     Channel("request", subjects.request, [RequestEnvelope], ["gateway"], ["scheduler"], stream=topology.REQUESTS),
     Channel("work", subjects.work, [WorkItem], ["scheduler"], ["worker"], stream=topology.WORK),
     Channel(

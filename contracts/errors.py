@@ -9,7 +9,7 @@ class ErrorSpec(msgspec.Struct, frozen=True):
     status: int
     type: str
     retry_after: bool = False
-    """Whether answers carry an integer ``Retry-After``, computed for each."""
+    """Whether answers carry an integer ``Retry-After``, computed for each; none where nobody can know."""
 
 
 _INVALID = "invalid_request_error"

@@ -100,5 +100,7 @@ class ModelChange(Form, frozen=True, kw_only=True):
     queued_tokens: int | msgspec.UnsetType = msgspec.UNSET
     tenant_queued_requests: int | msgspec.UnsetType = msgspec.UNSET
     tenant_queued_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    body_bytes: int | msgspec.UnsetType = msgspec.UNSET
+    tenant_body_bytes: int | msgspec.UnsetType = msgspec.UNSET
     kv_overbooking: float | msgspec.UnsetType = msgspec.UNSET
     fallbacks: list[str] | msgspec.UnsetType = msgspec.UNSET

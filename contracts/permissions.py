@@ -101,7 +101,6 @@ def _keep(*buckets: str) -> Iterator[str]:
 
 
 _ADMINISTERED = (topology.KEYS, topology.USES, topology.TENANTS, topology.MODELS)
-_BODIES = f"OBJ_{topology.BODIES}"
 
 # Nothing that people manage is a gateway's to write: it asks the admin service.
 _GATEWAY = (
@@ -113,9 +112,8 @@ _GATEWAY = (
     *(each for bucket in _ADMINISTERED for each in _read(f"KV_{bucket}")),
     subjects.ADMIN_CALLS,
     subjects.ADMIN_ACTIVITY,
-    f"$O.{topology.BODIES}.C.*",
-    f"$O.{topology.BODIES}.M.*",
-    f"$JS.API.STREAM.PURGE.{_BODIES}",
+    form(subjects.body),
+    f"$JS.API.STREAM.PURGE.{topology.BODIES}",
 )
 
 _SCHEDULER = (
@@ -130,6 +128,8 @@ _SCHEDULER = (
     *_read(topology.ATTEMPTS),
     f"$JS.API.STREAM.MSG.DELETE.{topology.REQUESTS}",
     f"$JS.API.STREAM.MSG.DELETE.{topology.WORK}",
+    *_read(topology.BODIES),
+    f"$JS.API.STREAM.PURGE.{topology.BODIES}",
     f"$JS.API.CONSUMER.INFO.{topology.WORK}.*",
     *_watch(topology.TENANTS, topology.BUDGETS, topology.MODELS),
     *_keep(topology.LEASES, *_ADMINISTERED),
@@ -143,7 +143,7 @@ _WORKER = (
     *_pull(topology.WORK, "*", form(subjects.work)),
     *_read(topology.ATTEMPTS),
     *_read(f"KV_{topology.MODELS}"),
-    *_read(_BODIES),
+    *_read(topology.BODIES),
 )
 
 _LEDGER = (

@@ -71,6 +71,21 @@ def requests_of(model: str) -> str:
     return f"req.v1.{encode(model)}.*"
 
 
+def body(model: str, tenant: str, request_id: str) -> str:
+    """Where the gateway stores the body of a request that is too large for a message (stream BODIES)."""
+    return f"body.v1.{encode(model)}.{encode(tenant)}.{encode(request_id)}"
+
+
+def bodies_of(model: str) -> str:
+    """All bodies of a model's requests."""
+    return f"body.v1.{encode(model)}.*.*"
+
+
+def request_of_body(subject: str) -> str:
+    """Id of the request whose body is on this subject; raises InvalidName."""
+    return decode(subject.rsplit(".", 1)[1])
+
+
 def work(model: str, version: str, worker: str) -> str:
     """Where the scheduler publishes a dispatched attempt for one worker incarnation (stream WORK)."""
     return f"work.v1.{encode(model)}.{encode(version)}.{encode(worker)}"

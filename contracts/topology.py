@@ -23,7 +23,7 @@ BUDGETS = "budgets"
 PRICES = "prices"
 INVOICES = "invoices"
 
-BODIES = "bodies"
+BODIES = "BODIES"
 
 LEASE_MARKER_TTL_S = 30
 """How long the marker of an expired lease stays. Any value does: watches compare, kv_create takes over from
@@ -109,14 +109,9 @@ STREAMS: list[dict[str, Any]] = [
     _bucket(PRICES, 16),
     # Some 2 KB for a tenant and month: 1,000 tenants for ten years. Never overwritten.
     _bucket(INVOICES, 256),
-    # Bodies up to 16 MiB: 128 of the largest at a time. Longest deadline plus retries stay under 2 h.
-    _stream(
-        f"OBJ_{BODIES}",
-        [f"$O.{BODIES}.C.>", f"$O.{BODIES}.M.>"],
-        max_age=2 * 3600 * _SECOND,
-        max_bytes=2048 * _MIB,
-        allow_rollup_hdrs=True,
-    ),
+    # Bodies of open requests; each goes with its request. Four models may use all that PoolLimits.body_bytes allows.
+    # What an owner could not delete, of a model that has none any more say, goes after the longest request.
+    _stream(BODIES, ["body.v1.>"], max_age=2 * 3600 * _SECOND, max_bytes=2048 * _MIB),
 ]
 
 

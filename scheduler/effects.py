@@ -32,6 +32,8 @@ _encode = msgspec.json.Encoder().encode
 
 AGAIN_S = 0.5
 """Pause before something that the bus did not take is tried again."""
+QUARANTINED_BYTES_MAX = 1 << 20
+"""Larger bodies are not kept in QUARANTINE, which holds 128 MiB."""
 CONTROL_TIMEOUT_S = 2.0
 """How long a worker's answer to an order is awaited; what counts is repeated by the core."""
 
@@ -105,6 +107,8 @@ class Effects:
                 self.spawn(self._ack_request(seq))
             case events.DeleteWork(seq):
                 self.spawn(self.delete(topology.WORK, seq))
+            case events.DeleteBody(request_id, tenant):
+                self.spawn(self.delete_body(subjects.body(self._core.model, tenant, request_id)))
             case events.Quarantine():
                 self.spawn(self._quarantine(effect))
             case events.ReadEnd(request_id, attempt):
@@ -274,12 +278,23 @@ class Effects:
             await self._ack_request(effect.request_seq)
         if effect.work_seq:
             await self.delete(topology.WORK, effect.work_seq)
+        if envelope.body_bytes:
+            await self.delete_body(subjects.body(envelope.model, envelope.tenant, envelope.request_id))
+
+    async def _large_body(self, envelope: RequestEnvelope) -> msgspec.Raw | None:
+        """From BODIES, for QUARANTINE; None where it is too large for that, too."""
+        if not 0 < envelope.body_bytes <= QUARANTINED_BYTES_MAX:
+            return None
+        subject = subjects.body(envelope.model, envelope.tenant, envelope.request_id)
+        size, digest = envelope.body_bytes, envelope.body_digest
+        body = await self._bus.objects.get(topology.BODIES, subject, size=size, digest=digest)
+        return None if body is None else msgspec.Raw(body)
 
     async def _sealed_body(self, effect: events.Quarantine) -> bytes:
         """Empty where nobody is to read it."""
         if not self._quarantine_key:
             return b""
-        body = await self._body(effect.request_seq, effect.work_seq)
+        body = await self._body(effect.request_seq, effect.work_seq) or await self._large_body(effect.envelope)
         return sealed.seal(bytes(body), self._quarantine_key) if body else b""
 
     async def _ack_request(self, seq: int) -> None:
@@ -296,4 +311,14 @@ class Effects:
                 return
             except BusError as error:
                 log.warning("message_not_deleted", stream=stream, seq=seq, reason=str(error))
+                await asyncio.sleep(AGAIN_S)
+
+    async def delete_body(self, subject: str) -> None:
+        """Remove a body, which may be gone; what is left after all is the sweep's."""
+        while self._lease.held:
+            try:
+                await self._bus.objects.delete(topology.BODIES, subject)
+                return
+            except BusError as error:
+                log.warning("body_not_deleted", subject=subject, reason=str(error))
                 await asyncio.sleep(AGAIN_S)

@@ -33,7 +33,8 @@ HEARD_WITHIN_S = 1.2
 ACKNOWLEDGED_EVERY_S = 0.1
 """Period of the look whether all workers know the epoch."""
 SWEEP_EVERY_S = 60.0
-"""Period of the comparison with WORK: a worker's lost acknowledgement, a late publish, an end that was not told."""
+"""Period of the comparison with WORK and BODIES: a worker's lost acknowledgement, a late publish, an end that was not
+told, a gateway that died between a body and its request."""
 STANDSTILL_S = 30.0
 """A stream that gives nothing new for so long while it is read has been given up."""
 REPLAY_MS = idempotency.KEPT_MS + 10_000
@@ -70,6 +71,8 @@ class Recovery:
         self._last_attempt_seq = 0
         self._attempts_from_ms = 0
         self._fresh = False
+        self._unneeded_bodies: set[str] = set()
+        """At the last look."""
 
     async def read(self, stack: AsyncExitStack) -> None:
         """Feed the core what the streams hold; what is added follows until ``stack`` closes.
@@ -115,15 +118,30 @@ class Recovery:
         self._feed(events.Recovered())
 
     async def sweep(self) -> None:
-        """Compare the core with all of WORK from time to time, until cancelled."""
+        """Compare the core with all of WORK and BODIES from time to time, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_EVERY_S)
             try:
                 _, newest = await self._bus.jetstream.stream_state(topology.WORK)
                 found = await self._read_work()
                 self._feed(events.WorkSwept(found, newest))
+                await self._sweep_bodies()
             except BusError as error:
-                log.warning("work_not_swept", model=self._core.model, reason=str(error))
+                log.warning("not_swept", model=self._core.model, reason=str(error))
+
+    async def _sweep_bodies(self) -> None:
+        """Delete those whose request was not open at two looks: its upload came to nothing, or its owner died.
+
+        Between the looks lies more than a body's upload and its request's storing may take.
+        """
+        found = await self._bus.objects.subjects(topology.BODIES, subjects.bodies_of(self._core.model))
+        if self._core.recovering:
+            return
+        unneeded = {body for body in found if subjects.request_of_body(body) not in self._core.requests}
+        abandoned, self._unneeded_bodies = unneeded & self._unneeded_bodies, unneeded
+        for body in abandoned:
+            log.warning("body_abandoned", model=self._core.model, request_id=subjects.request_of_body(body))
+            await self._effects.delete_body(body)
 
     async def _find_work(self) -> tuple[list[events.WorkFound], list[int]]:
         """What WORK holds, and instants from which on ends in ATTEMPTS count."""

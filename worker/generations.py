@@ -12,7 +12,7 @@ from functools import partial
 import msgspec
 import structlog
 
-from contracts import topology
+from contracts import subjects, topology
 from contracts.bus import Bus, BusError
 from contracts.messages.request import RequestEnvelope
 from worker.core.events import AttemptEnded, Event, Key, StartAttempt
@@ -116,12 +116,15 @@ class Generations:
                 latency.chunk(time.monotonic())
 
     async def _body(self, request: RequestEnvelope) -> bytes:
-        if not request.body_object:
+        if not request.body_bytes:
             return bytes(request.body)
         deadline = time.monotonic() + BODY_S
         while True:
             try:
-                body = await self._bus.objects.get(topology.BODIES, request.body_object)
+                subject = subjects.body(request.model, request.tenant, request.request_id)
+                body = await self._bus.objects.get(
+                    topology.BODIES, subject, size=request.body_bytes, digest=request.body_digest
+                )
             except BusError as error:
                 if time.monotonic() > deadline:
                     raise EngineFailure("unavailable", "the body cannot be read", retryable=True) from error

@@ -56,6 +56,8 @@ def model_limits(
     queued_tokens: Annotated[int | None, typer.Option(min=0)] = None,
     tenant_queued_requests: Annotated[int | None, typer.Option(min=0, help="One tenant's share.")] = None,
     tenant_queued_tokens: Annotated[int | None, typer.Option(min=0, help="One tenant's share.")] = None,
+    body_bytes: Annotated[int | None, typer.Option(min=0, help="Of open requests' large bodies.")] = None,
+    tenant_body_bytes: Annotated[int | None, typer.Option(min=0, help="One tenant's share.")] = None,
     kv_overbooking: Annotated[float | None, typer.Option(help="Reserved KV tokens over real ones.")] = None,
     fallbacks: Annotated[str | None, typer.Option(help="Models to go to when overloaded; 'none' for none.")] = None,
     data_dir: DataDirOption = None,
@@ -71,6 +73,8 @@ def model_limits(
         "queued_tokens": queued_tokens,
         "tenant_queued_requests": tenant_queued_requests,
         "tenant_queued_tokens": tenant_queued_tokens,
+        "body_bytes": body_bytes,
+        "tenant_body_bytes": tenant_body_bytes,
         "kv_overbooking": kv_overbooking,
     }
     changes: dict[str, Any] = {field: value for field, value in given.items() if value is not None}

@@ -34,7 +34,7 @@ class Bus:
     """A connection to NATS with everything that Headrace uses of it.
 
     ``publish``, ``request``, ``subscribe`` and ``close`` are the session's own; ``jetstream`` stores and reads
-    streams, ``kv`` and ``objects`` are the buckets.
+    streams, ``kv`` are the buckets, ``objects`` what is larger than a message.
     """
 
     def __init__(self, session: Session) -> None:

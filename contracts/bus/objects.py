@@ -1,74 +1,62 @@
-"""Object stores, kept as the ``nats`` command keeps them (ADR-20)."""
+"""Objects larger than a message: in pieces on a subject of their own, written once and read whole.
+
+Who reads needs the size and the digest, which travel with whatever names the object. So there is no record beside the
+pieces that could be without them, and one purge of the subject deletes all of it.
+"""
 
 import asyncio
-import base64
 import hashlib
 import uuid
-from typing import Any
-
-import msgspec
 
 from contracts.bus.jetstream import JetStream
 from contracts.bus.types import BusError, StreamFull
 
-CHUNK_BYTES = 128 * 1024
-"""The usual size of other clients; also far under any server's limit."""
+PIECE_BYTES = 128 * 1024
+"""The usual size of chunks in NATS' own object stores; also far under any server's limit."""
 HASHED_INLINE_BYTES = 256 * 1024
 
 
 class Objects:
-    """Objects by bucket and name, read and written whole."""
+    """Objects by stream and subject."""
 
     def __init__(self, jetstream: JetStream) -> None:
         self._jetstream = jetstream
 
-    async def put(self, bucket: str, name: str, data: bytes) -> None:
-        """Store ``data`` under ``name``; readers see the old or the new object whole. Raises StreamFull."""
+    async def put(self, stream: str, subject: str, data: bytes) -> str:
+        """Store ``data`` on ``subject``, which must be new; its digest. Raises StreamFull, and leaves nothing."""
         identity = uuid.uuid4().hex
-        chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
         try:
-            for number, chunk in enumerate(chunks):  # one by one: their order in the stream is the object's
-                await self._jetstream.store(f"$O.{bucket}.C.{identity}", chunk, msg_id=f"{identity}.{number}")
+            for number, at in enumerate(range(0, len(data), PIECE_BYTES)):  # one by one: their order is the object's
+                piece = data[at : at + PIECE_BYTES]
+                await self._jetstream.store(subject, piece, msg_id=f"{identity}.{number}")
         except StreamFull:
-            await self._jetstream.purge(f"OBJ_{bucket}", f"$O.{bucket}.C.{identity}")
+            await self.delete(stream, subject)
             raise
-        meta: dict[str, Any] = {
-            "name": name,
-            "bucket": bucket,
-            "nuid": identity,
-            "size": len(data),
-            "chunks": len(chunks),
-            "digest": await _digest(data),
-            "options": {"max_chunk_size": CHUNK_BYTES},
-        }
-        subject, rollup = _meta_subject(bucket, name), {"Nats-Rollup": "sub"}
-        await self._jetstream.store(subject, msgspec.json.encode(meta), msg_id=identity, headers=rollup)
+        return await _digest(data)
 
-    async def get(self, bucket: str, name: str) -> bytes | None:
+    async def get(self, stream: str, subject: str, *, size: int, digest: str) -> bytes | None:
         """The whole object; None when it is not there. Raises BusError when it is damaged."""
-        meta = await self._meta(bucket, name)
-        if meta is None or meta.get("deleted"):
+        data = b"".join([message.data async for message in self._jetstream.read(stream, subject)])
+        if not data and size:
             return None
-        data = b"".join([m.data async for m in self._jetstream.read(f"OBJ_{bucket}", f"$O.{bucket}.C.{meta['nuid']}")])
-        if len(data) != meta["size"] or await _digest(data) != meta["digest"]:
-            raise BusError(f"object {name} of {bucket} is damaged: {len(data)} of {meta['size']} bytes")
+        if len(data) != size or await _digest(data) != digest:
+            raise BusError(f"the object on {subject} is damaged: {len(data)} of {size} bytes")
         return data
 
-    async def delete(self, bucket: str, name: str) -> None:
-        """Delete an object; no error when it is not there."""
-        meta = await self._meta(bucket, name)
-        if meta is None:
-            return
-        await self._jetstream.purge(f"OBJ_{bucket}", _meta_subject(bucket, name))
-        await self._jetstream.purge(f"OBJ_{bucket}", f"$O.{bucket}.C.{meta['nuid']}")
+    async def delete(self, stream: str, subject: str) -> None:
+        """Delete an object, or what there is of it; no error when it is not there."""
+        await self._jetstream.purge(stream, subject)
 
-    async def _meta(self, bucket: str, name: str) -> dict[str, Any] | None:
-        message = await self._jetstream.last(f"OBJ_{bucket}", _meta_subject(bucket, name))
-        return None if message is None else msgspec.json.decode(message.data)
-
-
-def _meta_subject(bucket: str, name: str) -> str:
-    return f"$O.{bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
+    async def subjects(self, stream: str, subject_filter: str) -> set[str]:
+        """Subjects of all objects, those still being written too."""
+        found: set[str] = set()
+        while True:
+            question = {"subjects_filter": subject_filter, "offset": len(found)}
+            info = await self._jetstream.api(f"STREAM.INFO.{stream}", question)
+            page = info["state"].get("subjects") or {}
+            found.update(page)
+            if not page or len(found) >= int(info.get("total", 0)):
+                return found
 
 
 async def _digest(data: bytes) -> str:
@@ -79,4 +67,4 @@ async def _digest(data: bytes) -> str:
 
 
 def _hash(data: bytes) -> str:
-    return "SHA-256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode()
+    return hashlib.sha256(data).hexdigest()

@@ -76,7 +76,7 @@ class Quarantined(Message, frozen=True, kw_only=True):
     """A request that ended too many engines or workers, in QUARANTINE: why, when, itself, and its last end.
 
     ``request`` comes without its body. ``sealed_body`` is the body, sealed (contracts.sealed), where an operator gave
-    the schedulers a public key; empty where not, and for a body that travelled by reference.
+    the schedulers a public key; empty where not, and for one over a MiB.
     """
 
     reason: str

@@ -61,6 +61,8 @@ class RequestDemand(RequestFacts, frozen=True, kw_only=True):
     """Name on the bus of the stream owner (gateway or client service); empty when it sends no heartbeats."""
     version: str = ""
     """Pinned version; empty for the scheduler's choice."""
+    body_bytes: int = 0
+    """Of a body too large for a message, which lies in BODIES; 0: it is in the message."""
 
 
 class TokenCounts(Message, frozen=True, kw_only=True):

@@ -12,6 +12,10 @@ class PoolLimits(Message, frozen=True, kw_only=True):
     queued_tokens: int = 50_000_000
     tenant_queued_requests: int = 1000
     tenant_queued_tokens: int = 25_000_000
+    body_bytes: int = 512 << 20
+    """Of all open requests' bodies that are too large for a message: BODIES holds four such models."""
+    tenant_body_bytes: int = 128 << 20
+    """A tenant's share of it: eight of the largest bodies, a quarter of a model's."""
     kv_overbooking: float = 1.0
     """Reserved tokens on a worker may reach its KV capacity times this."""
 

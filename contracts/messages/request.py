@@ -15,7 +15,7 @@ class Reply(Message, frozen=True, kw_only=True):
 
 
 class RequestEnvelope(RequestDemand, frozen=True, kw_only=True):
-    """Gateway -> REQUESTS: an admitted request. ``body`` or, over the claim-check size, ``body_object``."""
+    """Gateway -> REQUESTS: an admitted request. ``body`` or, when BODIES has it, ``body_bytes`` and ``body_digest``."""
 
     stream: bool
     choices: int
@@ -29,7 +29,8 @@ class RequestEnvelope(RequestDemand, frozen=True, kw_only=True):
     tokenizer_fingerprint: str = ""
     client_request_id: str = ""
     body: msgspec.Raw = NOTHING
-    body_object: str = ""
+    body_digest: str = ""
+    """SHA-256 (hex) of the body in BODIES."""
     prefix_caching: bool = True
     """Whether the engine may reuse this tenant's earlier prompts; never another tenant's."""
 

@@ -82,8 +82,8 @@ class Exchange:
         metrics.ERRORS.labels(error.code).inc()
         body = msgspec.json.encode(self.format.error_body(error.code, error.message, error.param, self.request_id))
         extra = list(headers or ())
-        if errors.TABLE[error.code].retry_after:
-            extra.append((b"retry-after", str(max(1, error.retry_after_s or 1)).encode()))
+        if errors.TABLE[error.code].retry_after and error.retry_after_s is not None:
+            extra.append((b"retry-after", str(max(1, error.retry_after_s)).encode()))
         if error.code == "invalid_api_key":
             extra.append((b"www-authenticate", b"Bearer"))
         if error.code == "shutting_down":

@@ -173,6 +173,7 @@ class Intake:
             client_request_id=context.client_request_id,
             idempotency=idempotency,
             prefix_caching=tenant.prefix_caching,
+            body_bytes=len(body) if len(body) > self._claim_check_bytes else 0,
         )
         return Prepared(context, parsed.bytes, envelope, body)
 
@@ -250,7 +251,12 @@ class Intake:
             return
         envelope = admitted.envelope
         try:
-            envelope = await self._with_body(envelope, admitted.body)
+            if envelope.body_bytes:  # The owner deletes it at the request's end, or when none comes for it.
+                subject = subjects.body(envelope.model, envelope.tenant, envelope.request_id)
+                digest = await self._bus.objects.put(topology.BODIES, subject, admitted.body)
+                envelope = msgspec.structs.replace(envelope, body_digest=digest)
+            else:
+                envelope = msgspec.structs.replace(envelope, body=msgspec.Raw(admitted.body))
             left_s = (admitted.asked_at_ms + envelope.publish_within_ms - monotonic_ms()) / 1000
             if left_s <= 0:
                 raise Unconfirmed("the reservation expired before the request was stored")
@@ -262,7 +268,7 @@ class Intake:
             )
         except BusError as error:
             self._cancel(envelope, "publish_unconfirmed")
-            raise _not_stored(error) from error
+            raise _not_stored(error, envelope) from error
 
     async def _ask(self, prepared: Prepared, *, join_only: bool) -> AdmissionAnswer:
         envelope = prepared.envelope
@@ -288,13 +294,6 @@ class Intake:
                         retry_after_s=2,  # A standby takes over within seconds.
                     ) from error
             await asyncio.sleep(ASK_PAUSE_S)
-
-    async def _with_body(self, envelope: RequestEnvelope, body: bytes) -> RequestEnvelope:
-        """A large body goes to the object store, and its name travels (claim check)."""
-        if len(body) <= self._claim_check_bytes:
-            return msgspec.structs.replace(envelope, body=msgspec.Raw(body))
-        await self._bus.objects.put(topology.BODIES, envelope.request_id, body)
-        return msgspec.structs.replace(envelope, body_object=envelope.request_id)
 
 
 def idempotency_key(given: str, param: str) -> str:
@@ -361,9 +360,11 @@ def _priority(tenant: TenantRecord) -> Priority:
     return "interactive" if "interactive" in tenant.priorities or not tenant.priorities else tenant.priorities[0]
 
 
-def _not_stored(error: BusError) -> HeadraceError:
+def _not_stored(error: BusError, envelope: RequestEnvelope) -> HeadraceError:
     if isinstance(error, TooLarge):
         return HeadraceError("request_too_large", "The request is too large for the service's message bus.")
     if isinstance(error, StreamFull):
-        return HeadraceError("overloaded", "The service's queue is full.", retry_after_s=2)
+        # The owner's limits are below the streams'; who finds one full cannot know when it will have room.
+        full = "store for large bodies" if envelope.body_bytes and not envelope.body_digest else "queue"
+        return HeadraceError("overloaded", f"The service's {full} is full, whatever the tenant's own limits say.")
     return HeadraceError("unavailable", "The request could not be stored; nothing was run.", retry_after_s=2)

@@ -41,6 +41,8 @@ class AdmissionControl:
         self.waiting_tokens = 0
         self.reserved_tokens = 0
         """Of all open requests."""
+        self.body_bytes = 0
+        """Of their bodies in BODIES."""
         self._queue = queue
 
     def tenant(self, name: str) -> TenantRecord:
@@ -83,6 +85,7 @@ class AdmissionControl:
         if self.waiting or not has_room:
             wait_ms = self._predicted_wait_ms(asked.tenant, quota, cost, now_ms)
         self._check_queue(quota, cost.total, wait_ms)
+        self._check_bodies(quota, asked.body_bytes)
         if wait_ms > deadline_ms:
             room_in_s = seconds(wait_ms - deadline_ms)
             if room_in_s <= RETRY_AFTER_S_MAX:  # the line is no longer than that, or its end would run away
@@ -110,16 +113,19 @@ class AdmissionControl:
         self.waiting += 1
         self.waiting_tokens += tokens
         self.reserved_tokens += tokens
+        self._count_body(request, 1, now_ms)
 
     def adopt(self, request: Request, now_ms: int) -> None:
         """Charge a request that an earlier owner admitted; whether it waits is counted apart."""
         self.quota(request.tenant, now_ms).adopt(request.cost, request.envelope.admitted_at_ms, now_ms)
         self.reserved_tokens += request.cost.total
+        self._count_body(request, 1, now_ms)
 
     def settle(self, request: Request, used: Cost, now_ms: int, *, refund_request: bool = False) -> None:
         """Charge a request what it used instead of what it reserved; it no longer waits."""
         self.quota(request.tenant, now_ms).settle(request.cost, used, now_ms, refund_request=refund_request)
         self.reserved_tokens -= request.cost.total
+        self._count_body(request, -1, now_ms)
 
     def count_waiting(self, request: Request, sign: int, now_ms: int) -> None:
         """One more (1) or fewer (-1) request waits."""
@@ -129,6 +135,11 @@ class AdmissionControl:
         quota.waiting_tokens += tokens
         self.waiting += sign
         self.waiting_tokens += tokens
+
+    def _count_body(self, request: Request, sign: int, now_ms: int) -> None:
+        body_bytes = sign * request.envelope.body_bytes
+        self.quota(request.tenant, now_ms).body_bytes += body_bytes
+        self.body_bytes += body_bytes
 
     def _limits_of(self, record: TenantRecord) -> TenantLimits:
         return record.model_limits.get(self.manifest.name, record.limits)
@@ -163,6 +174,29 @@ class AdmissionControl:
                 "overloaded",
                 "The model's queue is full.",
                 retry_after_s=min(RETRY_AFTER_S_MAX, seconds(wait_ms / max(1, self.waiting))),
+            )
+
+    def _check_bodies(self, quota: Quota, body_bytes: int) -> None:
+        limits = self.manifest.limits
+        if not body_bytes:
+            return
+        largest = min(limits.tenant_body_bytes, limits.body_bytes)
+        if body_bytes > largest:
+            raise HeadraceError(
+                "request_too_large", f"The body has {body_bytes} bytes; this model takes at most {largest}."
+            )
+        if quota.body_bytes + body_bytes > limits.tenant_body_bytes:
+            raise HeadraceError(
+                "rate_limit_exceeded",
+                f"The tenant's open requests hold {quota.body_bytes} of the {limits.tenant_body_bytes} bytes "
+                f"that large bodies may take; this one has {body_bytes}.",
+                retry_after_s=seconds(self.throughput.turnover_ms(quota.open)),
+            )
+        if self.body_bytes + body_bytes > limits.body_bytes:
+            raise HeadraceError(
+                "overloaded",
+                f"The model's store for large bodies is full: {limits.body_bytes} bytes.",
+                retry_after_s=seconds(self.throughput.turnover_ms(sum(each.open for each in self.quotas.values()))),
             )
 
     def _predicted_wait_ms(self, tenant: str, quota: Quota, cost: Cost, now_ms: int) -> int:

@@ -211,8 +211,15 @@ class DeleteWork(Effect, frozen=True):
     seq: int
 
 
+class DeleteBody(Effect, frozen=True):
+    """The request is over: remove its body from BODIES."""
+
+    request_id: str
+    tenant: str
+
+
 class Quarantine(Effect, frozen=True):
-    """Move a request that ends engines to QUARANTINE, then remove its messages; 0: it has none there."""
+    """Move a request that ends engines to QUARANTINE, then remove its messages and body; 0: it has none there."""
 
     envelope: RequestEnvelope
     last: AttemptEvent

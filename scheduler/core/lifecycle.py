@@ -338,6 +338,7 @@ class Lifecycle:
             self.do(events.Quarantine(request.envelope, event, error.message, request.request_seq, request.work_seq))
         else:
             self._drop_messages(request, event)
+            self.delete_body(request.envelope)
         for handle in request.cancel_waiters:
             self.do(events.AnswerCancel(handle, CancelAnswer(durable=True, outcome=event.outcome)))
         self.outcomes[event.outcome] = self.outcomes.get(event.outcome, 0) + 1
@@ -358,6 +359,7 @@ class Lifecycle:
         """Admitted and never published: its reservation comes back. Should it be stored yet, it is a late one."""
         self.leave_queue(request)
         self.admission.settle(request, Cost(0, 0), self.now_ms, refund_request=True)
+        self.delete_body(request.envelope)
         self._forget(request)
         if (given := request.envelope.idempotency) is not None:
             self.keys.free(request.tenant, given, request.id)
@@ -369,6 +371,11 @@ class Lifecycle:
             self.do(events.AckRequest(request.request_seq))
         if request.work_seq and (event.reporter == "scheduler" or event.retryable or self.recovering):
             self.do(events.DeleteWork(request.work_seq))
+
+    def delete_body(self, envelope: RequestEnvelope) -> None:
+        """Nobody needs the body any more."""
+        if envelope.body_bytes:
+            self.do(events.DeleteBody(envelope.request_id, envelope.tenant))
 
     def _forget(self, request: Request) -> None:
         request.advance(Trigger.SETTLED, self.now_ms)

@@ -71,6 +71,8 @@ class Quota:
         self.waiting = 0
         self.waiting_tokens = 0
         self.reserved_tokens = 0
+        self.body_bytes = 0
+        """Of its open requests' bodies in BODIES."""
 
     def set_limits(self, limits: TenantLimits, now_ms: int) -> None:
         """Changed limits hold at once."""

@@ -99,6 +99,7 @@ class Request:
             stream_owner=asked.stream_owner,
             version=asked.version,
             idempotency=asked.idempotency,
+            body_bytes=asked.body_bytes,
             admitted_at_ms=now_ms,
             publish_within_ms=publish_within_ms,
             deadline_ms=deadline_ms,
@@ -114,7 +115,7 @@ class Request:
             reply=envelope.reply,
             tokenizer_fingerprint=envelope.tokenizer_fingerprint,
             client_request_id=envelope.client_request_id,
-            body_object=envelope.body_object,
+            body_digest=envelope.body_digest,
             prefix_caching=envelope.prefix_caching,
         )
 

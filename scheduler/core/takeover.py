@@ -101,6 +101,7 @@ class Takeover:
                 life.do(events.AckRequest(request_seq))
             if work_seq:
                 life.do(events.DeleteWork(work_seq))
+            life.delete_body(envelope)
             return
         request = life.take_in(envelope)
         request.request_seq, request.work_seq = request_seq, work_seq

@@ -83,6 +83,7 @@ def check_invariants(life: Lifecycle) -> None:
     assert admission.waiting == len(waiting), (admission.waiting, len(waiting))
     assert admission.waiting_tokens == sum(request.cost.total for request in waiting)
     assert admission.reserved_tokens == sum(request.cost.total for request in requests)
+    assert admission.body_bytes == sum(request.envelope.body_bytes for request in requests)
     assert len(life.queue) == len(queued)
     assert all(request.id in life.queue for request in queued)
     assert not any(life.tombstones.ended(request.id) for request in requests)
@@ -92,6 +93,7 @@ def check_invariants(life: Lifecycle) -> None:
         assert quota.open == len(own), name
         assert quota.waiting == sum(request.state in WAITING for request in own), name
         assert quota.reserved_tokens == sum(request.cost.total for request in own), name
+        assert quota.body_bytes == sum(request.envelope.body_bytes for request in own), name
     for name, share in life.queue.shares.items():
         own = [request for request in requests if request.tenant == name]
         assert share.waiting == sum(request.state is State.QUEUED for request in own), name

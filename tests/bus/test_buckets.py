@@ -172,26 +172,28 @@ async def test_a_watch_of_a_wiped_store_tells_that_all_is_gone(nats: NatsServer,
 
 async def test_objects_are_whole_or_not_there(bus: Bus) -> None:
     data = os.urandom(1_500_000)
-    await bus.objects.put(BODIES, "id with: odd/name", data)
-    assert await bus.objects.get(BODIES, "id with: odd/name") == data
-    await bus.objects.put(BODIES, "id with: odd/name", b"second")
-    assert await bus.objects.get(BODIES, "id with: odd/name") == b"second"
-    await bus.objects.put(BODIES, "empty", b"")
-    assert await bus.objects.get(BODIES, "empty") == b""
-    await bus.objects.delete(BODIES, "empty")
-    await bus.objects.delete(BODIES, "empty")
-    assert await bus.objects.get(BODIES, "empty") is None
-    await bus.objects.put(BODIES, "damaged", bytes(300_000))
-    (last,) = [m async for m in bus.jetstream.read(f"OBJ_{BODIES}", f"$O.{BODIES}.C.>")][-1:]
-    await bus.jetstream.delete(f"OBJ_{BODIES}", last.stream_seq)
+    digest = await bus.objects.put(BODIES, "body.v1.m.t.r1", data)
+    assert await bus.objects.get(BODIES, "body.v1.m.t.r1", size=len(data), digest=digest) == data
+    await bus.objects.put(BODIES, "body.v1.m.t.r2", b"small")
+    await bus.objects.put(BODIES, "body.v1.other.t.r3", b"small")
+    assert await bus.objects.subjects(BODIES, "body.v1.m.*.*") == {"body.v1.m.t.r1", "body.v1.m.t.r2"}
+    assert await bus.objects.subjects(BODIES, "body.v1.none.*.*") == set()
+    await bus.objects.delete(BODIES, "body.v1.m.t.r2")
+    await bus.objects.delete(BODIES, "body.v1.m.t.r2")
+    assert await bus.objects.get(BODIES, "body.v1.m.t.r2", size=5, digest="") is None
     with pytest.raises(BusError, match="damaged"):
-        await bus.objects.get(BODIES, "damaged")
+        await bus.objects.get(BODIES, "body.v1.m.t.r1", size=len(data), digest="")
+    (last,) = [m async for m in bus.jetstream.read(BODIES, "body.v1.m.>")][-1:]
+    await bus.jetstream.delete(BODIES, last.stream_seq)
+    with pytest.raises(BusError, match="damaged"):
+        await bus.objects.get(BODIES, "body.v1.m.t.r1", size=len(data), digest=digest)
+    await bus.objects.delete(BODIES, "body.v1.m.t.r1")
+    assert await bus.objects.subjects(BODIES, "body.v1.>") == {"body.v1.other.t.r3"}
 
 
 async def test_an_object_that_does_not_fit_leaves_nothing_behind(bus: Bus) -> None:
-    config = (await bus.jetstream.api(f"STREAM.INFO.OBJ_{BODIES}"))["config"]
-    await bus.jetstream.api(f"STREAM.UPDATE.OBJ_{BODIES}", {**config, "max_bytes": 400_000})
+    config = (await bus.jetstream.api(f"STREAM.INFO.{BODIES}"))["config"]
+    await bus.jetstream.api(f"STREAM.UPDATE.{BODIES}", {**config, "max_bytes": 400_000})
     with pytest.raises(StreamFull):
-        await bus.objects.put(BODIES, "big", bytes(1_000_000))
-    assert await bus.objects.get(BODIES, "big") is None
-    assert (await bus.jetstream.api(f"STREAM.INFO.OBJ_{BODIES}"))["state"]["messages"] == 0
+        await bus.objects.put(BODIES, "body.v1.m.t.big", bytes(1_000_000))
+    assert (await bus.jetstream.api(f"STREAM.INFO.{BODIES}"))["state"]["messages"] == 0

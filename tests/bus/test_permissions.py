@@ -50,7 +50,7 @@ SUBJECTS = {
     "reply to T2": subjects.tenant_reply_prefix("T2") + "c-1",
     **{f"inbox of {user}": f"_INBOX.{user}.x" for user in (*ROLES, "t.T1", "t.T2")},
     **{f"key of {bucket}": f"$KV.{bucket}.k" for bucket in (*ADMINISTERED, topology.LEASES, topology.BUDGETS)},
-    "body": "$O.bodies.C.x",
+    "body": subjects.body("m", "T1", "r"),
     "stream made": "$JS.API.STREAM.CREATE.X",
     "stream deleted": "$JS.API.STREAM.DELETE.REQUESTS",
     "stream changed": "$JS.API.STREAM.UPDATE.REQUESTS",

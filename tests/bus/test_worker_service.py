@@ -19,7 +19,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from contracts import ids, subjects, topology
 from contracts.bus import Bus, Incoming
 from contracts.messages.attempts import AttemptEvent
-from contracts.messages.base import Epoch
+from contracts.messages.base import NOTHING, Epoch
 from contracts.messages.control import Announce, CancelAttempt, ControlAnswer, Evict, WorkerHeartbeat
 from contracts.messages.frames import EndData, ErrorData, Frame, FramesAnswer, FramesRequest, ReplyMessage
 from contracts.messages.records import Manifest
@@ -268,10 +268,11 @@ async def test_a_body_that_travels_by_reference_and_an_answer_in_parts(harness: 
     await harness.start()
     token = 'é"' * 1_200_000
     item = harness.item(harness.worker, stream=False, simulate={"tokens": [token]})
-    await harness.bus.objects.put(topology.BODIES, "big", bytes(item.request.body))
-    item = msgspec.structs.replace(
-        item, request=msgspec.structs.replace(item.request, body=msgspec.Raw(b"{}"), body_object="big")
-    )
+    body, request = bytes(item.request.body), item.request
+    subject = subjects.body(request.model, request.tenant, request.request_id)
+    digest = await harness.bus.objects.put(topology.BODIES, subject, body)
+    request = msgspec.structs.replace(request, body=NOTHING, body_bytes=len(body), body_digest=digest)
+    item = msgspec.structs.replace(item, request=request)
     frames = await harness.closed(await harness.dispatch(item))
     assert [frame.kind for frame in frames][-3:] == ["part", "chunk", "end"]
     whole = "".join(msgspec.json.decode(frame.data, type=str) for frame in frames[1:-1])
@@ -280,7 +281,7 @@ async def test_a_body_that_travels_by_reference_and_an_answer_in_parts(harness: 
 
 async def test_a_body_that_is_gone_fails_for_good(harness: Harness) -> None:
     await harness.start()
-    frames = await harness.closed(await harness.send(body_object="nothing"))
+    frames = await harness.closed(await harness.send(body_bytes=70_000))
     assert msgspec.json.decode(frames[-1].data, type=ErrorData).code == "internal_error"
 
 

@@ -341,10 +341,11 @@ class Cluster:
         await until(as_said, f"{running} run and {waiting} wait", limit_s)
 
     async def quiet(self, limit_s: float = 20.0) -> None:
-        """Wait until nothing is left of any request: reservations, slots, REQUESTS, WORK, engines."""
+        """Wait until nothing is left of any request: reservations, slots, REQUESTS, WORK, BODIES, engines."""
 
         async def left() -> list[str]:
-            found = [f"{await self.stored(name)} in {name}" for name in ("REQUESTS", "WORK") if await self.stored(name)]
+            held = {name: await self.stored(name) for name in ("REQUESTS", "WORK", "BODIES")}
+            found = [f"{count} in {name}" for name, count in held.items() if count]
             queue = await self.queue()
             if queue is None:
                 return [*found, "no scheduler"]

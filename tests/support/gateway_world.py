@@ -220,8 +220,10 @@ class World:
 
     async def body_of(self, envelope: RequestEnvelope) -> dict[str, Any]:
         """What the engine would get."""
-        if envelope.body_object:
-            data = await self.bus.objects.get(topology.BODIES, envelope.body_object)
+        if envelope.body_bytes:
+            subject = subjects.body(envelope.model, envelope.tenant, envelope.request_id)
+            size, digest = envelope.body_bytes, envelope.body_digest
+            data = await self.bus.objects.get(topology.BODIES, subject, size=size, digest=digest)
             assert data is not None
             return decode(data)
         return decode(envelope.body)

@@ -12,7 +12,7 @@ from contracts import ids, registry, subjects, topology
 from contracts.bus import Bus, BusError, Incoming, PullConsumer
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.attempts import AttemptEvent
-from contracts.messages.base import Epoch
+from contracts.messages.base import NOTHING, Epoch
 from contracts.messages.control import (
     Announce,
     CancelAnswer,
@@ -239,7 +239,7 @@ class Shell:
                 "publish_within_ms": 10_000,
                 "deadline_ms": 60_000,
                 "reply": Reply(subject="reply.v1.test", stream=request_id),
-                "body": msgspec.Raw(body),
+                "body": NOTHING if "body_bytes" in fields else msgspec.Raw(body),
                 **fields,
             }
         )

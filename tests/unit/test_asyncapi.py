@@ -13,7 +13,17 @@ from contracts.messages.base import Message
 
 NO_CHANNEL = {
     *("encode", "decode", "form", "is_reply", "tenant_and_model_of_submit", "tenant_of_last_token", "scope_of_usage"),
-    *("requests_of", "work_of", "attempts_of", "cancels_of", "statuses_of", "frames_of", "tenant_reply_prefix"),
+    *(
+        "requests_of",
+        "bodies_of",
+        "request_of_body",
+        "work_of",
+        "attempts_of",
+        "cancels_of",
+        "statuses_of",
+        "frames_of",
+        "tenant_reply_prefix",
+    ),
     *("is_gateway", "is_gateway_cancel", "gateway_stream_owner", "tenant_stream_owner", "stream_owner_heartbeat"),
     "action_of_admin_call",
 }
