@@ -110,7 +110,7 @@ CHANNELS = (
     ),
     Channel(
         "gatewayHeartbeat",
-        "hb.v1.stream-owner._gw.{incarnation}",
+        "hb.v1.stream-owner._gw.{gateway}.{life}",
         [StreamOwnerHeartbeat],
         ["gateway"],
         ["scheduler"],

@@ -1,17 +1,26 @@
-"""Who may publish and subscribe to what on the bus: the least that each kind of NATS user needs.
+"""Who may publish and subscribe to what on the bus: the least that each NATS user needs.
 
 Pure. The subjects come from contracts.subjects and contracts.topology; the server enforces the lists
-(``headrace nats-config`` writes them down). Three things the server does not do, and who does:
+(``headrace nats-config`` writes them down). Each process of a service has a user, ``<role>-<what you like>``, and each
+tenant one, in an account of the tenant's own, from which only the subjects listed here lead to the services.
 
-- The reply subject of a request is not checked: services answer to inboxes only, and gateways take only reply subjects
-  of the sender's own tenant for frames.
+What a user can still do to others, and what is done about it:
+
+- The reply subject of a request is not checked within the services' account: services answer to inboxes only, and
+  gateways take only reply subjects of the sender's own tenant for frames.
 - The server itself answers calls of JetStream's API, and delivers to consumers, wherever the caller says. So whoever
   may make such calls (services, never tenants) could have the server write what is stored, and its own answers,
   anywhere: receivers decode strictly and ignore what is no message of theirs.
-- Workers share a user, and so may speak for each other.
+- Subjects of frames and of terminal events name no worker: a worker may send frames to anybody, and end any attempt
+  whose ids it knows. The first stored end wins, and frames name their worker, to whom stream owners are locked.
+- Consumers of WORK have one token, their worker's whole name, so that the server cannot bind them to a user: a worker
+  that learns another's name could take its work. It is not told any, but can read them in ATTEMPTS.
+- Workers read bodies of all tenants, and gateways serve all: what they hold is as trusted as they are.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Literal, get_args
 
 import msgspec
@@ -24,6 +33,10 @@ Role = Literal["operator", "gateway", "scheduler", "worker", "ledger"]
 ROLES: tuple[Role, ...] = get_args(Role)
 """The operator is people and the command line; the others are the services."""
 
+OPERATOR = "operator"
+_TENANT_USERS = "t."
+_USER = re.compile(r"[a-z]+(-[A-Za-z0-9-]{1,56})?")
+
 
 class Permissions(msgspec.Struct, frozen=True):
     """Subjects with wildcards. ``answers``: may answer each request that it receives, once, wherever it asks for."""
@@ -34,32 +47,63 @@ class Permissions(msgspec.Struct, frozen=True):
 
 
 def user_of_tenant(tenant: str) -> str:
-    """Name of the NATS user of a tenant's services, and of their inboxes; no role has a dot in its name."""
-    return f"t.{subjects.encode(tenant)}"
+    """Name of the NATS user of a tenant's services, and of their inboxes; no other user's name has a dot."""
+    return f"{_TENANT_USERS}{subjects.encode(tenant)}"
+
+
+def tenant_of_user(user: str) -> str | None:
+    """The tenant whose user that is; None when it is no tenant's. Raises InvalidName."""
+    return subjects.decode(user.removeprefix(_TENANT_USERS)) if user.startswith(_TENANT_USERS) else None
+
+
+def role_of(user: str) -> Role:
+    """What a user of that name is: ``worker`` and ``worker-gpu7`` are workers. Raises InvalidName."""
+    role = user.partition("-")[0]
+    if role not in ROLES or not _USER.fullmatch(user):
+        raise subjects.InvalidName(f"no user may have the name {user!r}: a role ({', '.join(ROLES)}) comes first")
+    return role
 
 
 def of_tenant(tenant: str) -> Permissions:
     """What a tenant's services may do: ask for themselves, and read what is theirs. Nothing of JetStream."""
     inbox = _inbox(user_of_tenant(tenant))
-    asked = (subjects.submit, subjects.cancel, subjects.status, subjects.frames, subjects.usage_of)
     return Permissions(
-        publish=(
-            *(form(subject, tenant=tenant) for subject in asked),
-            subjects.stream_owner_heartbeat(form(subjects.tenant_stream_owner, tenant=tenant)),
-            inbox,
-        ),
-        subscribe=(subjects.tenant_reply_prefix(tenant) + ">", inbox),
+        publish=(*services_of_tenant(tenant), inbox), subscribe=(subjects.tenant_reply_prefix(tenant) + ">", inbox)
     )
 
 
-def of_role(role: Role) -> Permissions:
-    """What a service of this kind may do; all that it needs, and the operator everything."""
-    if role == "operator":
+def services_of_tenant(tenant: str = "") -> tuple[str, ...]:
+    """Subjects on which the services hear a tenant; without one those of all tenants."""
+    name = subjects.encode(tenant) if tenant else "*"
+
+    def of(subject: Callable[..., str]) -> str:
+        return form(subject, lambda parameter: name if parameter == "tenant" else "*")
+
+    asked = (subjects.submit, subjects.cancel, subjects.status, subjects.frames, subjects.usage_of)
+    return (*map(of, asked), subjects.stream_owner_heartbeat(of(subjects.tenant_stream_owner)))
+
+
+def of_user(user: str) -> Permissions:
+    """What the process of a service may do; all that it needs, and the operator everything. Raises InvalidName."""
+    role = role_of(user)
+    if role == OPERATOR:
         return Permissions(publish=(">",), subscribe=(">",))
     publish, subscribe = _ROLES[role]
-    streams = tuple(f"$JS.API.STREAM.INFO.{stream['name']}" for stream in topology.STREAMS)
-    inbox = _inbox(role)
-    return Permissions(publish=(*publish, *streams, inbox), subscribe=(*subscribe, inbox), answers=True)
+    streams = (f"$JS.API.STREAM.INFO.{stream['name']}" for stream in topology.STREAMS)
+    inbox = _inbox(user)
+    return Permissions(
+        publish=(*publish(partial(_own, user)), *streams, inbox),
+        subscribe=(*subscribe(partial(_own, user)), inbox),
+        answers=True,
+    )
+
+
+Own = Callable[..., str]
+"""Gives the form of a subject that names a life of the user's own processes."""
+
+
+def _own(user: str, subject: Callable[..., str]) -> str:
+    return form(subject, lambda parameter: user if parameter in subjects.LIVES else "*")
 
 
 def _inbox(user: str) -> str:
@@ -102,76 +146,83 @@ def _keep(*buckets: str) -> Iterator[str]:
 
 _ADMINISTERED = (topology.KEYS, topology.USES, topology.TENANTS, topology.MODELS)
 
-# Nothing that people manage is a gateway's to write: it asks the admin service.
-_GATEWAY = (
-    *(form(subject) for subject in (subjects.admit, subjects.request, subjects.gateway_cancel, subjects.status)),
-    *(form(subject) for subject in (subjects.frames, subjects.queues)),
-    subjects.USAGE_QUERIES,
-    subjects.stream_owner_heartbeat(form(subjects.gateway_stream_owner)),
-    *_watch(topology.KEYS, topology.TENANTS, topology.MODELS),
-    *(each for bucket in _ADMINISTERED for each in _read(f"KV_{bucket}")),
-    subjects.ADMIN_CALLS,
-    subjects.ADMIN_ACTIVITY,
-    form(subjects.body),
-    f"$JS.API.STREAM.PURGE.{topology.BODIES}",
-)
 
-_SCHEDULER = (
-    *(form(subject) for subject in (subjects.work, subjects.attempt, subjects.quarantine)),
-    "reply.v1.>",
-    form(subjects.control),
-    form(subjects.loopback_heartbeat),
-    *_pull(topology.REQUESTS, "*", form(subjects.requests_of)),
-    *_follow(topology.ATTEMPTS, form(subjects.attempts_of)),
-    *_read(topology.REQUESTS),
-    *_read(topology.WORK),
-    *_read(topology.ATTEMPTS),
-    f"$JS.API.STREAM.MSG.DELETE.{topology.REQUESTS}",
-    f"$JS.API.STREAM.MSG.DELETE.{topology.WORK}",
-    *_read(topology.BODIES),
-    f"$JS.API.STREAM.PURGE.{topology.BODIES}",
-    f"$JS.API.CONSUMER.INFO.{topology.WORK}.*",
-    *_watch(topology.TENANTS, topology.BUDGETS, topology.MODELS),
-    *_keep(topology.LEASES, *_ADMINISTERED),
-    form(subjects.audit),
-)
+def _gateway_publishes(own: Own) -> Iterator[str]:
+    """Nothing that people manage is a gateway's to write: it asks the admin service."""
+    asked = (subjects.admit, subjects.request, subjects.gateway_cancel, subjects.status, subjects.frames)
+    yield from (form(subject) for subject in (*asked, subjects.queues))
+    yield subjects.USAGE_QUERIES
+    yield subjects.stream_owner_heartbeat(own(subjects.gateway_stream_owner))
+    yield from _watch(topology.KEYS, topology.TENANTS, topology.MODELS)
+    for bucket in _ADMINISTERED:
+        yield from _read(f"KV_{bucket}")
+    yield from (subjects.ADMIN_CALLS, subjects.ADMIN_ACTIVITY)
+    yield from (form(subjects.body), f"$JS.API.STREAM.PURGE.{topology.BODIES}")
 
-_WORKER = (
-    form(subjects.attempt),
-    "reply.v1.>",
-    form(subjects.worker_heartbeat),
-    *_pull(topology.WORK, "*", form(subjects.work)),
-    *_read(topology.ATTEMPTS),
-    *_read(f"KV_{topology.MODELS}"),
-    *_read(topology.BODIES),
-)
 
-_LEDGER = (
-    subjects.DEAD_ATTEMPTS,
-    *_pull(topology.ATTEMPTS, "ledger", "attempt.v1.>"),
-    f"$JS.API.CONSUMER.INFO.{topology.ATTEMPTS}.ledger",
-    f"$JS.API.STREAM.MSG.GET.{topology.ATTEMPTS}",
-    f"$JS.API.STREAM.PURGE.{topology.ATTEMPTS}",
-    *_keep(topology.BUDGETS),
-    *_watch(topology.PRICES, topology.INVOICES),
-    *_keep(topology.INVOICES),
-)
+def _gateway_hears(own: Own) -> Iterator[str]:
+    yield subjects.SUBMITS
+    yield own(subjects.gateway_reply_inbox)
 
-_ROLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "gateway": (_GATEWAY, (subjects.SUBMITS, form(subjects.gateway_reply_inbox))),
-    "scheduler": (
-        _SCHEDULER,
-        (
-            form(subjects.admit),
-            form(subjects.cancels_of),
-            form(subjects.status),
-            form(subjects.queues),
-            subjects.HEARTBEATS,
-            subjects.ADMIN_CALLS,
-            subjects.ADMIN_ACTIVITY,
-        ),
-    ),
-    "worker": (_WORKER, (form(subjects.control), form(subjects.frames))),
-    "ledger": (_LEDGER, (subjects.USAGE_QUERIES,)),
+
+def _scheduler_publishes(own: Own) -> Iterator[str]:
+    yield from (form(each) for each in (subjects.work, subjects.attempt, subjects.quarantine, subjects.control))
+    yield "reply.v1.>"
+    yield own(subjects.loopback_heartbeat)
+    yield from _pull(topology.REQUESTS, "*", form(subjects.requests_of))
+    yield from _follow(topology.ATTEMPTS, form(subjects.attempts_of))
+    for stream in (topology.REQUESTS, topology.WORK, topology.ATTEMPTS, topology.BODIES):
+        yield from _read(stream)
+    yield f"$JS.API.STREAM.MSG.DELETE.{topology.REQUESTS}"
+    yield f"$JS.API.STREAM.MSG.DELETE.{topology.WORK}"
+    yield f"$JS.API.STREAM.PURGE.{topology.BODIES}"
+    yield f"$JS.API.CONSUMER.INFO.{topology.WORK}.*"
+    yield from _watch(topology.TENANTS, topology.BUDGETS, topology.MODELS)
+    yield from _keep(topology.LEASES, *_ADMINISTERED)
+    yield form(subjects.audit)
+
+
+def _scheduler_hears(own: Own) -> Iterator[str]:
+    asked = (subjects.admit, subjects.cancels_of, subjects.status, subjects.queues)
+    yield from (form(subject) for subject in asked)
+    yield from (subjects.HEARTBEATS, subjects.ADMIN_CALLS, subjects.ADMIN_ACTIVITY)
+
+
+def _worker_publishes(own: Own) -> Iterator[str]:
+    yield form(subjects.attempt)
+    yield "reply.v1.>"
+    yield own(subjects.worker_heartbeat)
+    yield from _pull(topology.WORK, "*", own(subjects.work))
+    for stream in (topology.ATTEMPTS, f"KV_{topology.MODELS}", topology.BODIES):
+        yield from _read(stream)
+
+
+def _worker_hears(own: Own) -> Iterator[str]:
+    yield own(subjects.control)
+    yield own(subjects.frames)
+
+
+def _ledger_publishes(own: Own) -> Iterator[str]:
+    yield subjects.DEAD_ATTEMPTS
+    yield from _pull(topology.ATTEMPTS, "ledger", "attempt.v1.>")
+    yield f"$JS.API.CONSUMER.INFO.{topology.ATTEMPTS}.ledger"
+    yield f"$JS.API.STREAM.MSG.GET.{topology.ATTEMPTS}"
+    yield f"$JS.API.STREAM.PURGE.{topology.ATTEMPTS}"
+    yield from _keep(topology.BUDGETS)
+    yield from _watch(topology.PRICES, topology.INVOICES)
+    yield from _keep(topology.INVOICES)
+
+
+def _ledger_hears(own: Own) -> Iterator[str]:
+    yield subjects.USAGE_QUERIES
+
+
+Listing = Callable[[Own], Iterator[str]]
+
+_ROLES: dict[Role, tuple[Listing, Listing]] = {
+    "gateway": (_gateway_publishes, _gateway_hears),
+    "scheduler": (_scheduler_publishes, _scheduler_hears),
+    "worker": (_worker_publishes, _worker_hears),
+    "ledger": (_ledger_publishes, _ledger_hears),
 }
 """Role -> what it publishes, what it subscribes to; beside its own inbox."""

@@ -61,6 +61,12 @@ def decode(token: str) -> str:
     return name
 
 
+def _process(incarnation: str) -> str:
+    """Two tokens for one life of a process, ``<user>-<life>``: permissions are by its user, the first of them."""
+    user, _, life = incarnation.rpartition("-")
+    return f"{encode(user)}.{encode(life)}"
+
+
 def request(model: str, tenant: str) -> str:
     """Where a gateway publishes an admitted request (stream REQUESTS)."""
     return f"req.v1.{encode(model)}.{encode(tenant)}"
@@ -88,7 +94,7 @@ def request_of_body(subject: str) -> str:
 
 def work(model: str, version: str, worker: str) -> str:
     """Where the scheduler publishes a dispatched attempt for one worker incarnation (stream WORK)."""
-    return f"work.v1.{encode(model)}.{encode(version)}.{encode(worker)}"
+    return f"work.v1.{encode(model)}.{encode(version)}.{_process(worker)}"
 
 
 def work_of(model: str) -> str:
@@ -169,17 +175,17 @@ def tenant_of_last_token(subject: str) -> str:
 
 def control(worker: str) -> str:
     """Orders of the scheduler to one worker incarnation."""
-    return f"ctl.v1.{encode(worker)}"
+    return f"ctl.v1.{_process(worker)}"
 
 
 def frames(worker: str, tenant: str) -> str:
     """Request to a worker for frames that were missed; the tenant is whose streams the sender may read."""
-    return f"frames.v1.{encode(worker)}.{encode(tenant)}"
+    return f"frames.v1.{_process(worker)}.{encode(tenant)}"
 
 
 def frames_of(worker: str) -> str:
     """All requests to a worker for missed frames."""
-    return f"frames.v1.{encode(worker)}.*"
+    return f"frames.v1.{_process(worker)}.*"
 
 
 DEAD_ATTEMPTS = "dead.v1.attempts"
@@ -241,16 +247,16 @@ HEARTBEATS = "hb.v1.>"
 
 def worker_heartbeat(model: str, worker: str) -> str:
     """Heartbeat of a worker: its state, its room, and its attempts in flight."""
-    return f"hb.v1.worker.{encode(model)}.{encode(worker)}"
+    return f"hb.v1.worker.{encode(model)}.{_process(worker)}"
 
 
 STREAM_OWNER_HEARTBEATS = "hb.v1.stream-owner."
 """Prefix of stream owners' heartbeats; what follows is the owner's name on the bus."""
 
 
-def gateway_stream_owner(incarnation: str) -> str:
+def gateway_stream_owner(gateway: str) -> str:
     """Name of a gateway as stream owner."""
-    return f"{_GATEWAY}.{encode(incarnation)}"
+    return f"{_GATEWAY}.{_process(gateway)}"
 
 
 def is_gateway(stream_owner: str) -> bool:
@@ -270,16 +276,16 @@ def stream_owner_heartbeat(owner: str) -> str:
 
 def loopback_heartbeat(observer: str) -> str:
     """A scheduler's heartbeat to itself, through the bus to its own subscription."""
-    return f"hb.v1.loopback.{encode(observer)}"
+    return f"hb.v1.loopback.{_process(observer)}"
 
 
 GATEWAY_REPLIES = f"reply.v1.{_GATEWAY}."
 """Prefix of gateways' reply inboxes."""
 
 
-def gateway_reply_inbox(incarnation: str) -> str:
+def gateway_reply_inbox(gateway: str) -> str:
     """Where frames of all streams of one gateway go."""
-    return f"{GATEWAY_REPLIES}{encode(incarnation)}"
+    return f"{GATEWAY_REPLIES}{_process(gateway)}"
 
 
 def tenant_reply_prefix(tenant: str) -> str:
@@ -299,14 +305,19 @@ _MARK = secrets.token_hex(16)
 """A plain token that no name can be meant to equal."""
 
 
+LIVES = ("worker", "gateway", "observer")
+"""Parameters that name one life of a process, and so stand for two tokens: its user, and ``life``."""
+
+
 def form(subject: Callable[..., str], fill: Callable[[str], str] = lambda parameter: "*", **names: str) -> str:
     """The subject that ``subject`` gives, with ``fill(parameter)`` for each of its parameters without a name.
 
     Permissions and documents are made so, from the functions that make the subjects themselves.
     """
     open_parameters = [parameter for parameter in inspect.signature(subject).parameters if parameter not in names]
-    marks = {parameter: f"{_MARK}-{parameter.replace('_', '-')}" for parameter in open_parameters}
-    text = subject(**marks | names)
-    for parameter, mark in marks.items():
+    marks = {parameter: f"{_MARK}{parameter.replace('_', '')}" for parameter in open_parameters}
+    lives = {parameter: f"{mark}-{_MARK}life" for parameter, mark in marks.items() if parameter in LIVES}
+    text = subject(**marks | lives | names)
+    for parameter, mark in {**marks, "life": f"{_MARK}life"}.items():
         text = text.replace(mark, fill(parameter))
     return text

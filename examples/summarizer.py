@@ -3,7 +3,7 @@
 Post a text, read its summary while it is written. Beside a stack that runs in DIR:
 
     headrace tenant create library --data-dir DIR
-    export HEADRACE_NATS_URL=$(headrace nats-config --tenant library --data-dir DIR)
+    export $(headrace nats-config --tenant library --data-dir DIR)
     python examples/summarizer.py --tenant library --model smollm2-135m-instruct --port 9000
     curl -N --data-binary @README.md http://127.0.0.1:9000/summaries
 
@@ -30,6 +30,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
+from contracts.bus import Credentials
 from contracts.client import ChatChunk, Client, ClientStream
 from contracts.errors import HeadraceError
 
@@ -43,9 +44,9 @@ PASSED_ON = (400, 413, 429, 503, 504, 529)
 log = logging.getLogger("summarizer")
 
 
-def application(nats_url: str, tenant: str, model: str) -> FastAPI:
-    """The service, at the expense of ``tenant``, whose own credentials stand in ``nats_url``."""
-    client = Client(nats_url, tenant=tenant)
+def application(nats_url: str, credentials: Credentials, tenant: str, model: str) -> FastAPI:
+    """The service, at the expense of ``tenant``, whose own ``credentials`` are."""
+    client = Client(nats_url, tenant=tenant, credentials=credentials)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -112,7 +113,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))  # uvicorn raises it again when it has shut down.
-    app = application(os.environ["HEADRACE_NATS_URL"], options.tenant, options.model)
+    credentials = Credentials.from_environment(os.environ)
+    app = application(os.environ["HEADRACE_NATS_URL"], credentials, options.tenant, options.model)
     uvicorn.run(app, port=options.port, timeout_graceful_shutdown=GRACE_S)
 
 

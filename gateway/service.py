@@ -43,7 +43,7 @@ class Gateway:
         self._reporter = Reporter(bus, activity)
         self._directory = Directory(Peppers.parse(config.pepper), activity)
         self._catalog = Catalog()
-        self._hub = Hub(bus, ids.incarnation("gw"), hold_s=config.hold_s, bytes_max=config.stream_bytes_max)
+        self._hub = Hub(bus, ids.incarnation(bus.user), hold_s=config.hold_s, bytes_max=config.stream_bytes_max)
         intake = Intake(
             bus,
             self._catalog,

@@ -84,7 +84,7 @@ class Scheduler:
                 lease = Lease(
                     self._bus,
                     subjects.encode(model),
-                    ids.incarnation("s"),
+                    ids.incarnation(self._bus.user),
                     ttl_s=self._config.lease_ttl_s,
                     renew_s=self._config.lease_renew_s,
                 )

@@ -52,7 +52,7 @@ class Term:
         self._lease = lease
         self.core = Core(
             model=model,
-            owner=f"{subjects.encode(model)}-{ids.incarnation('s')}",
+            owner=ids.incarnation(bus.user),
             epoch=lease.epoch,
             manifest=manifest,
             settings=Settings(lost_after_beats=round(config.lost_after_s / config.heartbeat_s)),

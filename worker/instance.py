@@ -49,7 +49,7 @@ class Instance:
         on_control: Callable[[Incoming], None],
         credit: Callable[[], int],
     ) -> None:
-        self.name = ids.incarnation("w")
+        self.name = ids.incarnation(bus.user)
         self.abandoned = False
         self.buffer = FrameBuffer(self.name, self._publish, max_payload=bus.session.max_payload, now=time.monotonic)
         self._bus = bus

@@ -43,7 +43,9 @@ def on_bus(data_dir: Path | None, work: "Callable[[Bus, Target], Awaitable[T]]")
 
     async def perform() -> T:
         try:
-            bus = await Bus.connect(target.nats_url, name="operator", timeout_s=CONNECT_TIMEOUT_S)
+            bus = await Bus.connect(
+                target.nats_url, name="operator", credentials=target.credentials, timeout_s=CONNECT_TIMEOUT_S
+            )
         except BusError as error:
             raise ComposeError(f"{error}; is the stack running?") from error
         try:

@@ -1,67 +1,100 @@
-"""``headrace nats-config``: users and permissions of the bus, for its operator."""
+"""``headrace nats-config``: users of the bus, for its operator."""
 
 import asyncio
 import os
-import secrets
-import signal
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from compose.stack.data_dir import ComposeError, DataDir
+from compose.stack.data_dir import ComposeError, DataDir, default_data_dir
 
-TRIES, TRY_S = 10, 1.0
+if TYPE_CHECKING:
+    from compose.stack.nats_system import Servers
+    from compose.stack.seeds import Seeds
+
+ROTATION_S, LOOK_S = 60.0, 0.5
+"""So long may services take to connect with new seeds; they look twice a second."""
 
 
 def nats_config(
-    tenant: Annotated[str | None, typer.Option(help="The user of this tenant's own services instead.")] = None,
+    user: Annotated[
+        list[str] | None, typer.Option(help="Make this user of a service: gateway-eu1, worker-7; may be repeated.")
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="Make the user of this tenant's own services.")] = None,
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="Replace the seeds: of --user and --tenant, else of all.")
+    ] = False,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Of server/ and seeds/ for a server of your own.")
+    ] = None,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Stack whose server gets the tenant's user; the address of the bus is printed.")
+        Path | None, typer.Option(help="Stack whose bus it is; else HEADRACE_DATA_DIR or .headrace.")
     ] = None,
 ) -> None:
-    """Print the users block of the NATS configuration, or admit a tenant's services to the bus.
+    """Make users of the bus, with what each needs and no more, and have its servers take them at once.
 
-    Without --tenant: all services, each with what it needs and no more; passwords are variables. With --tenant: one
-    more user, who may submit, cancel and read for that tenant alone. With --data-dir the stack that runs there takes
-    and keeps the user.
+    Seeds stand in files of mode 0600, <user>.seed, and nowhere else; the server's configuration, nats-users.conf, has
+    public keys. A rotation lets nobody go: services notice the new file, and only when nobody uses a former seed any
+    more it is refused. With --dir the servers at HEADRACE_NATS_URL are told, if that is set.
     """
     from compose.stack import nats_config
+    from compose.stack.nats_system import Servers
+    from compose.stack.seeds import SYSTEM, Seeds
     from compose.stack.terminal import quiet_logs
     from contracts import permissions, subjects
+    from contracts.bus import Credentials
 
-    if tenant is None:
-        print(nats_config.users({role: nats_config.variable(role) for role in permissions.ROLES}, {}), end="")
-        return
-    try:
-        user = permissions.user_of_tenant(tenant)
-    except subjects.InvalidName as error:
-        raise ComposeError(f"this tenant cannot be a user: {error}") from error
-    if data_dir is None:
-        print(nats_config.tenant_block(tenant, secrets.token_hex(24)), end="")
-        return
-    directory = DataDir(data_dir)
-    run = directory.read_run()
-    kept = directory.secrets(tenant)
-    nats_config.write(directory.nats, kept.nats_passwords, kept.nats_tenants)
-    if not run.pids.get("nats"):
-        raise ComposeError("the stack uses a server that is not its own; print the block without --data-dir")
     quiet_logs()
-    url = f"nats://{user}:{kept.nats_tenants[tenant]}@{run.nats_url.rpartition('@')[2]}"
-    os.kill(run.pids["nats"][0], signal.SIGHUP)  # The server reads its configuration again.
-    asyncio.run(_admitted(url, user))
-    print(url)
+    where, url = _place(directory, data_dir)
+    try:
+        named = [*(user or ()), *([permissions.user_of_tenant(tenant)] if tenant is not None else [])]
+        for each in user or ():
+            permissions.role_of(each)
+    except subjects.InvalidName as error:
+        raise ComposeError(f"this cannot be a user: {error}") from error
+    seeds = Seeds(where / "seeds")
+    seeds.ensure([SYSTEM, permissions.OPERATOR, *named])
+    nats_config.write(where, seeds)
+    system = Credentials.from_environment(os.environ | {"HEADRACE_NATS_SEED_FILE": str(seeds.path(SYSTEM))})
+    if rotate and not url:
+        raise ComposeError("a rotation asks the servers of the bus: set HEADRACE_NATS_URL")
+    if rotate:
+        asyncio.run(_rotate(where, seeds, named or seeds.users(), Servers(url, system)))
+    elif url:
+        asyncio.run(Servers(url, system).reload())
+    for each in named:
+        print(f"HEADRACE_NATS_URL={url}\nHEADRACE_NATS_SEED_FILE={seeds.path(each)}")
 
 
-async def _admitted(url: str, user: str) -> None:
-    """Wait until the server takes the user; raises ComposeError."""
-    from contracts.bus import Bus, BusError
+def _place(directory: Path | None, data_dir: Path | None) -> tuple[Path, str]:
+    """Where the files are, and the address of the bus, empty when nobody is to be told."""
+    if directory is not None:
+        return directory, os.environ.get("HEADRACE_NATS_URL", "")
+    stack = DataDir(data_dir or default_data_dir(os.environ))
+    run = stack.read_run()
+    if not run.pids.get("nats"):
+        raise ComposeError("the stack uses a server that is not its own; name the directory of its users with --dir")
+    return stack.nats, run.nats_url
 
-    for _ in range(TRIES):
-        try:
-            bus = await Bus.connect(url, name="operator", inbox=user, timeout_s=TRY_S)
-        except BusError:
-            continue
-        await bus.close()
-        return
-    raise ComposeError("the server does not take its new configuration; its log says why")
+
+async def _rotate(where: Path, seeds: "Seeds", users: Sequence[str], servers: "Servers") -> None:
+    """The servers take both seeds until nobody uses the former one."""
+    from compose.stack import nats_config
+
+    former = {key for user in users for key in seeds.public_keys(user)}
+    seeds.prepare(users)
+    nats_config.write(where, seeds)
+    await servers.reload()
+    seeds.switch(users)
+    deadline = time.monotonic() + ROTATION_S
+    while used := former & await servers.connected_keys():
+        if time.monotonic() > deadline:
+            print(f"{len(used)} users have not taken their new seed within {ROTATION_S:g} s: cut off", file=sys.stderr)
+            break
+        await asyncio.sleep(LOOK_S)
+    nats_config.write(where, seeds)
+    await servers.reload()

@@ -31,7 +31,7 @@ def submit(
         if name is None:
             raise ComposeError("there is no model in the registry")
         try:
-            async with Client(target.nats_url, tenant=tenant) as client:
+            async with Client(target.nats_url, tenant=tenant, credentials=target.credentials) as client:
                 async for chunk in client.chat(model=name, messages=[{"role": "user", "content": text}], **limit):
                     print(chunk.text, end="", flush=True)
         except HeadraceError as error:

@@ -12,13 +12,14 @@ import secrets
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
 from contracts import ids
 
 if TYPE_CHECKING:
+    from contracts.bus.credentials import Credentials
     from contracts.keys import Peppers
 
 Engine = Literal["vllm", "simulated"]
@@ -62,10 +63,6 @@ class Secrets(msgspec.Struct, frozen=True, kw_only=True):
 
     key: str
     admin_key: str
-    nats_passwords: dict[str, str]
-    """Of each role (contracts.permissions)."""
-    nats_tenants: dict[str, str] = {}
-    """Passwords of the tenants whose own services may use the bus."""
     sql_password: str = ""
     """Of the ledger's SQL endpoint."""
 
@@ -78,7 +75,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     gateway_urls: list[str]
     metrics_urls: dict[str, list[str]]
     nats_url: str
-    """With the operator's credentials."""
+    nats_seed_file: str
+    """The operator's; empty when the bus is not the stack's own."""
     key: str
     admin_key: str
     pids: dict[str, list[int]]
@@ -92,6 +90,7 @@ class DataDir:
         self.pepper = self.path / "pepper"
         self.logs = self.path / "logs"
         self.nats = self.path / "nats"
+        self.seeds = self.nats / "seeds"
         self.ledger = self.path / "ledger"
         self.run = self.path / "run.json"
         self.sql = self.path / "sql.json"
@@ -147,10 +146,8 @@ class DataDir:
             ) from error
         return descriptor
 
-    def secrets(self, tenant: str = "") -> Secrets:
-        """The kept secrets; made when there are none, completed when a role, or ``tenant`` as a user, is new."""
-        from contracts.permissions import ROLES  # brings in the bus, which takes .1 s
-
+    def secrets(self) -> Secrets:
+        """The kept secrets; made when there are none."""
         path = self.path / "secrets.json"
         kept: Secrets | None = None
         if path.exists():
@@ -158,13 +155,9 @@ class DataDir:
                 kept = msgspec.json.decode(path.read_bytes(), type=Secrets)
             except msgspec.MsgspecError as error:
                 raise ComposeError(f"{path} is damaged ({error}); remove it to get new keys") from error
-        passwords = {role: secrets.token_hex(24) for role in ROLES} | (kept.nats_passwords if kept else {})
-        tenants = ({tenant: secrets.token_hex(24)} if tenant else {}) | (kept.nats_tenants if kept else {})
         complete = Secrets(
             key=kept.key if kept else ids.api_key(),
             admin_key=kept.admin_key if kept else ids.api_key(),
-            nats_passwords=passwords,
-            nats_tenants=tenants,
             sql_password=(kept.sql_password if kept else "") or secrets.token_urlsafe(24),
         )
         if complete != kept:
@@ -230,23 +223,28 @@ def default_data_dir(environment: Mapping[str, str]) -> Path:
     return Path(environment.get("HEADRACE_DATA_DIR") or ".headrace")
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class Target(NamedTuple):
     """The stack that a command works on. ``pepper`` is None when it is not known here."""
 
     nats_url: str
+    credentials: "Credentials"
     pepper: Path | None
 
 
 def find_target(data_dir: Path | None, environment: Mapping[str, str]) -> Target:
-    """``--data-dir`` first, then HEADRACE_NATS_URL (and HEADRACE_PEPPER_FILE), then the default directory."""
+    """``--data-dir`` first, then HEADRACE_NATS_URL (with its HEADRACE_NATS_*_FILE, and HEADRACE_PEPPER_FILE), then the
+    default directory.
+    """
+    from contracts.bus.credentials import Credentials  # brings in the bus, which takes .1 s
+
     url = environment.get("HEADRACE_NATS_URL", "")
-    if file := environment.get("HEADRACE_NATS_URL_FILE", ""):
-        url = _read_secret(Path(file))
     if data_dir is None and url:
         pepper = environment.get("HEADRACE_PEPPER_FILE", "")
-        return Target(nats_url=url, pepper=Path(pepper) if pepper else None)
+        return Target(url, Credentials.from_environment(environment), Path(pepper) if pepper else None)
     directory = DataDir(data_dir or default_data_dir(environment))
-    return Target(nats_url=directory.read_run().nats_url, pepper=directory.pepper)
+    run = directory.read_run()
+    named = {"HEADRACE_NATS_SEED_FILE": run.nats_seed_file} if run.nats_seed_file else environment
+    return Target(run.nats_url, Credentials.from_environment(named), directory.pepper)
 
 
 def read_peppers(path: Path | None) -> "Peppers":

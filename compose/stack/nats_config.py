@@ -1,67 +1,113 @@
-"""The NATS server of the stack: its configuration, and its users as contracts.permissions grants them."""
+"""The NATS server of the stack: its configuration, and its accounts and users as contracts.permissions grants them.
+
+The services share an account, with JetStream. Each tenant has one of its own, which the server bounds, and from which
+only the subjects of ``permissions.services_of_tenant`` lead to the services.
+"""
 
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from compose.stack.data_dir import ComposeError, Secrets, write_private
-from contracts import permissions
+from compose.stack.data_dir import ComposeError, write_private
+from compose.stack.seeds import SYSTEM, Seeds
+from contracts import permissions, subjects
+from contracts.bus.types import INBOX
 from contracts.permissions import Permissions
 
-FILE = "nats-users.conf"
-"""Lies beside nats.conf, which includes it."""
+FILE = Path("server") / "nats-users.conf"
+"""Under the directory of nats.conf, which includes it; a directory of its own, which containers mount."""
 HEAD = "# Made by `headrace nats-config` from contracts/permissions.py.\n"
+ACCOUNT = "HEADRACE"
+"""Of the services."""
+TENANT_LIMITS: dict[str, int | str] = {"max_connections": 64, "max_subscriptions": 1024, "max_payload": "8MB"}
+"""Of a tenant's account: a client has two subscriptions; payload is the server's own. Guesses."""
+
+Keys = Mapping[str, Sequence[str]]
+"""User -> its public keys."""
 
 
-def variable(role: str) -> str:
-    """The configuration variable that holds a role's password, where it is not written down."""
-    return f"$HEADRACE_NATS_PASSWORD_{role.upper()}"
+def write(directory: Path, seeds: Seeds, *, without: Collection[str] = ()) -> None:
+    """The file of users, from their seeds; ``without`` has users that the server shall not know."""
+    keys = {user: seeds.public_keys(user) for user in seeds.users() if user not in without}
+    (directory / FILE).parent.mkdir(parents=True, exist_ok=True)
+    write_private(directory / FILE, accounts(keys).encode())
 
 
-def users(passwords: Mapping[str, str], tenants: Mapping[str, str]) -> str:
-    """Text of the file. ``passwords``: of the roles, as configuration values; ``tenants``: tenant -> password."""
-    blocks = [block(role, passwords[role], permissions.of_role(role)) for role in permissions.ROLES]
-    blocks += [tenant_block(tenant, password) for tenant, password in sorted(tenants.items())]
-    return HEAD + "users: [\n" + "".join(blocks) + "]\n"
-
-
-def write(directory: Path, passwords: Mapping[str, str], tenants: Mapping[str, str]) -> None:
-    """The file for a stack's own server, with plain passwords."""
-    quoted = {role: json.dumps(password) for role, password in passwords.items()}
-    write_private(directory / FILE, users(quoted, tenants).encode())
-
-
-def tenant_block(tenant: str, password: str) -> str:
-    user = permissions.user_of_tenant(tenant)
-    return block(user, json.dumps(password), permissions.of_tenant(tenant))
-
-
-def block(user: str, password: str, granted: Permissions) -> str:
-    """One user. ``password`` is a configuration value: a variable, or text in quotes."""
-    lines = [
-        "  {",
-        f"    user: {json.dumps(user)}",
-        f"    password: {password}",
-        "    permissions: {",
-        *_allow("publish", granted.publish),
-        *_allow("subscribe", granted.subscribe),
+def accounts(keys: Keys) -> str:
+    """Text of the file. Raises InvalidName for a user of no role and no tenant."""
+    services = [user for user in keys if user != SYSTEM and permissions.tenant_of_user(user) is None]
+    tenants = [(user, tenant) for user in keys if (tenant := permissions.tenant_of_user(user)) is not None]
+    blocks = [
+        *_block("SYSTEM", _users(SYSTEM, keys.get(SYSTEM, ()), _SYSTEM)),
+        *_services_account(services, keys),
+        *(line for user, tenant in tenants for line in _tenant_account(user, tenant, keys[user])),
     ]
-    if granted.answers:
-        lines.append('      allow_responses: { max: 1, expires: "1m" }')
-    return "\n".join([*lines, "    }", "  }", ""])
+    return "\n".join([HEAD + "system_account: SYSTEM", "accounts {", *blocks, "}", ""])
 
 
-def _allow(direction: str, subjects: tuple[str, ...]) -> list[str]:
-    allowed = [f"        {json.dumps(subject)}" for subject in subjects]
-    return [f"      {direction}: {{ allow: [", *allowed, "      ] }"]
+_SYSTEM = Permissions(publish=("$SYS.REQ.SERVER.>", f"{INBOX}{SYSTEM}.>"), subscribe=(f"{INBOX}{SYSTEM}.>",))
 
 
-def write_server(path: Path, listen: str, store: Path, secrets: Secrets) -> None:
+def _services_account(users: Sequence[str], keys: Keys) -> list[str]:
+    lines = [line for user in users for line in _users(user, keys[user], permissions.of_user(user))]
+    exports = [f"{{ service: {json.dumps(subject)} }}" for subject in permissions.services_of_tenant()]
+    exports.append('{ stream: "reply.v1.>" }')
+    return _block(ACCOUNT, lines, "jetstream: enabled", *_list("exports", exports))
+
+
+def _tenant_account(user: str, tenant: str, keys: Sequence[str]) -> list[str]:
+    limits = ", ".join(f"{name}: {value}" for name, value in TENANT_LIMITS.items())
+    imports = [_import("service", subject) for subject in permissions.services_of_tenant(tenant)]
+    imports.append(_import("stream", subjects.tenant_reply_prefix(tenant) + ">"))
+    lines = _users(user, keys, permissions.of_tenant(tenant))
+    return _block(f"T_{subjects.encode(tenant)}", lines, f"limits: {{ {limits} }}", *_list("imports", imports))
+
+
+def _import(kind: str, subject: str) -> str:
+    return f"{{ {kind}: {{ account: {ACCOUNT}, subject: {json.dumps(subject)} }} }}"
+
+
+def _block(account: str, users: Iterable[str], *more: str) -> list[str]:
+    return [f"  {account} {{", *(f"    {line}" for line in more), "    users: [", *users, "    ]", "  }"]
+
+
+def _list(name: str, items: Iterable[str]) -> list[str]:
+    return [f"{name}: [", *(f"  {item}," for item in items), "]"]
+
+
+def _users(user: str, keys: Sequence[str], granted: Permissions) -> list[str]:
+    """The user, once for each of its keys."""
+    answers = '        allow_responses: { max: 1, expires: "1m" }'
+    return [
+        line
+        for key in keys
+        for line in (
+            f"      {{ # {user}",
+            f"        nkey: {key}",
+            "        permissions: {",
+            *_allow("publish", granted.publish),
+            *_allow("subscribe", granted.subscribe),
+            *([answers] if granted.answers else []),
+            "        }",
+            "      }",
+        )
+    ]
+
+
+def _allow(direction: str, allowed: Sequence[str]) -> list[str]:
+    return [
+        f"          {direction}: {{ allow: [",
+        *(f"            {json.dumps(each)}" for each in allowed),
+        "          ] }",
+    ]
+
+
+def write_server(path: Path, listen: str, store: Path, seeds: Seeds) -> None:
     """compose/deploy/nats.conf with its variables defined ahead of it, and the file of users that it includes."""
     variables = {"LISTEN": listen, "STORE": str(store)}
-    write(path.parent, secrets.nats_passwords, secrets.nats_tenants)
+    write(path.parent, seeds)
     definitions = "".join(f"HEADRACE_NATS_{name}: {json.dumps(value)}\n" for name, value in variables.items())
     write_private(path, definitions.encode() + (Path(__file__).parents[1] / "deploy" / "nats.conf").read_bytes())
 

@@ -33,14 +33,16 @@ from compose.stack.ports import Ports
 from compose.stack.probes import http_reason, nats_reason
 from compose.stack.processes import Child, Probe, Spec, Supervisor
 from compose.stack.records import operator
+from compose.stack.seeds import SYSTEM, Seeds
 from compose.stack.terminal import Terminal, quiet_logs
 from contracts import registry, topology
 from contracts.administration import Administration
-from contracts.bus import Bus, BusError
+from contracts.bus import Bus, BusError, Credentials
 from contracts.errors import HeadraceError
 from contracts.forms import NewKey, NewTenant
 from contracts.keys import ADMIN_SCOPES
 from contracts.messages.records import Manifest
+from contracts.permissions import OPERATOR
 
 START_LIMIT_S = 900.0
 """Until everything is ready; a cold disk and a large model take minutes. A guess."""
@@ -134,7 +136,8 @@ class Stack:
         self._manifests = manifests
         self._terminal = terminal
         self._secrets: Secrets = directory.secrets()
-        self._nats = ""
+        self._nats = options.nats_url
+        self._seeds = Seeds(directory.seeds)
         self._sql = ""
         self._gateway_ports = [ports.free(shared=True) for _ in range(options.gateways)]
         self._metrics: dict[str, list[str]] = {}
@@ -206,7 +209,7 @@ class Stack:
     async def _keep_records(self, *, again: bool = False) -> None:
         """Topology, manifests, and the first tenants and keys. ``again``: only what is not there."""
         try:
-            bus = await Bus.connect(self._nats_url("operator"), name="operator")
+            bus = await Bus.connect(self._nats, name=OPERATOR, credentials=self._credentials)
         except BusError as error:
             raise ComposeError(str(error)) from error
         try:
@@ -259,9 +262,11 @@ class Stack:
     def _add_nats(self) -> Child:
         binary = nats_config.nats_server()
         port = self._ports.free()
-        self._nats = f"127.0.0.1:{port}"
+        listen = f"127.0.0.1:{port}"
+        self._nats = f"nats://{listen}"
         configuration = self._directory.nats / "nats.conf"
-        nats_config.write_server(configuration, self._nats, self._directory.nats / "store", self._secrets)
+        self._seeds.ensure([OPERATOR, SYSTEM, *self._users()])
+        nats_config.write_server(configuration, listen, self._directory.nats / "store", self._seeds)
         return self._add("nats", 0, [binary, "-c", str(configuration)], {}, lambda: nats_reason("127.0.0.1", port))
 
     def _add_worker(self, index: int, manifest: Manifest) -> None:
@@ -312,7 +317,8 @@ class Stack:
         address = f"http://127.0.0.1:{metrics_port}"
         self._metrics.setdefault(role, []).append(f"{address}/metrics")
         settings = settings | {
-            "HEADRACE_NATS_URL_FILE": self._directory.secret_file(f"nats-url-{role}", self._nats_url(role)),
+            "HEADRACE_NATS_URL": self._nats,
+            "HEADRACE_NATS_SEED_FILE": self._seed_file(f"{role}-{index}"),
             "HEADRACE_LOG_FORMAT": "json",
             "HEADRACE_METRICS_HOST": "127.0.0.1",
             "HEADRACE_METRICS_PORT": str(metrics_port),
@@ -349,10 +355,27 @@ class Stack:
     def _scheme(self) -> str:
         return "https" if self._options.tls_cert else "http"
 
-    def _nats_url(self, user: str) -> str:
+    def _users(self) -> list[str]:
+        """Each process of a service has its own user on the bus."""
+        options = self._options
+        counts = {
+            "gateway": options.gateways,
+            "scheduler": options.schedulers,
+            "worker": options.workers * len(self._manifests),
+            "ledger": 1,
+        }
+        return [f"{role}-{index}" for role, count in counts.items() for index in range(count)]
+
+    def _seed_file(self, user: str) -> str:
+        """On another's bus everybody is who the environment says."""
         if self._options.nats_url:
-            return self._options.nats_url
-        return f"nats://{user}:{self._secrets.nats_passwords[user]}@{self._nats}"
+            return os.environ.get("HEADRACE_NATS_SEED_FILE", "")
+        return str(self._seeds.path(user))
+
+    @property
+    def _credentials(self) -> Credentials:
+        """The operator's."""
+        return Credentials.from_environment(os.environ | {"HEADRACE_NATS_SEED_FILE": self._seed_file(OPERATOR)})
 
     def _write_run(self) -> None:
         """``run.json`` as things are now; nothing before a request would be served."""
@@ -364,7 +387,8 @@ class Stack:
                 admin_url=self._admin_url,
                 gateway_urls=[f"{self._scheme}://127.0.0.1:{port}" for port in self._gateway_ports],
                 metrics_urls=self._metrics,
-                nats_url=self._nats_url("operator"),
+                nats_url=self._nats,
+                nats_seed_file="" if self._options.nats_url else self._seed_file(OPERATOR),
                 key=self._secrets.key,
                 admin_key=self._secrets.admin_key,
                 pids={

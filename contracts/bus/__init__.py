@@ -8,6 +8,7 @@ A ``Bus`` is one connection and its parts; ``OrderedConsumer`` (live reading), `
 import asyncio
 from typing import Self
 
+from contracts.bus.credentials import ANONYMOUS, Credentials
 from contracts.bus.jetstream import JetStream
 from contracts.bus.kv import KeyValue, Watch
 from contracts.bus.objects import Objects
@@ -50,9 +51,17 @@ class Bus:
         """Set when the connection is lost for good: the service must exit non-zero."""
 
     @classmethod
-    async def connect(cls, url: str, *, name: str, inbox: str = "", timeout_s: float = 10.0) -> Self:
+    async def connect(
+        cls, url: str, *, name: str, user: str = "", credentials: Credentials = ANONYMOUS, timeout_s: float = 10.0
+    ) -> Self:
         """A bus upon ``Session.connect``, with its arguments and errors."""
-        return cls(await Session.connect(url, name=name, inbox=inbox, timeout_s=timeout_s))
+        session = await Session.connect(url, name=name, user=user, credentials=credentials, timeout_s=timeout_s)
+        return cls(session)
+
+    @property
+    def user(self) -> str:
+        """Whose inbox this connection has: the name of its user on the server."""
+        return self.session.user
 
     @property
     def connected(self) -> bool:

@@ -1,8 +1,8 @@
 """nats-py's client, made fit: the only file that imports nats, and the only one that knows its private parts.
 
 A socket of a failed try is not leaked, messages are built as ours, a connection whose tasks died or hang is revived,
-and the library's errors become ours. pyproject bounds the library's version, and tests/bus/test_nats_client.py says
-in words which private part a new version has changed.
+credentials are read for each connection, and the library's errors become ours. pyproject bounds the library's version,
+and tests/bus/test_nats_client.py says in words which private part a new version has changed.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 
 from contracts.bus import types
+from contracts.bus.credentials import Credentials
 from contracts.bus.types import BusError, Incoming, Sender, TooLarge, Unavailable
 
 # The library imports aiohttp, which it wants for websockets only: 0.2 s less in every process (measured).
@@ -39,15 +40,19 @@ WATCH_INTERVAL_S = 0.5
 TICKS_UNTIL_DEAD = 2
 _AT_ONCE = struct.pack("ii", 1, 0)
 """SO_LINGER without a time: the kernel drops what it has yet to send."""
+_ENDED = re.compile(r"^'(authorization violation|.*authentication|maximum )")
+"""Errors upon which the server ends a connection, and may take the next one; the library has them in lower case."""
 _DENIED = re.compile(r'permissions violation for subscription to "(?P<subject>[^"]*)"')
 
 
 class Client(LibraryClient):
     """The library's client for one ``session``."""
 
-    def __init__(self, session: Sender) -> None:
+    def __init__(self, session: Sender, credentials: Credentials) -> None:
         super().__init__()
         self._session = session
+        self._credentials = credentials
+        self._stamp = credentials.stamp()
 
     def _build_message(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: dict[str, str] | None
@@ -56,7 +61,40 @@ class Client(LibraryClient):
 
     async def _connect_to_server(self, s: Any) -> None:
         self.abort()
+        self._stamp = self._credentials.stamp()
+        try:
+            if (tls := self._credentials.tls()) is not None:
+                self.options["tls"] = tls
+        except BusError as error:  # a file is being replaced: the next try finds it whole
+            raise LibraryError(str(error)) from error
         await super()._connect_to_server(s)
+
+    def _connect_command(self) -> bytes:
+        """The CONNECT line; a server that may be another one, since it speaks no TLS, gets none."""
+        if self._credentials.ca_file and not self._server_info.get("tls_required"):
+            raise LibraryError("nats: the server offers no TLS, and HEADRACE_NATS_CA_FILE asks for it")
+        if self._credentials.seed_file:
+            self._signature_cb = self._sign
+        return super()._connect_command()
+
+    def _sign(self, challenge: str) -> bytes:
+        """Called before the library reads the public key, so that both come from the file as it is now."""
+        try:
+            signed = self._credentials.sign(challenge.encode())
+        except BusError as error:
+            raise LibraryError(str(error)) from error
+        self._public_nkey = signed.public_key
+        return signed.signature.encode()
+
+    async def _process_err(self, err_msg: str) -> None:
+        """The server ends the connection of a user who is no longer known, or has passed a limit. The library would
+        close for good; but its credentials may have been replaced, and limits are passed in passing.
+        """
+        if _ENDED.search(err_msg):
+            await self._error_cb(LibraryError(f"nats: {err_msg}"))
+            await self._process_op_err(LibraryError(f"nats: {err_msg}"))
+        else:
+            await super()._process_err(err_msg)
 
     def abort(self) -> None:
         """Drop the socket at once, with what is buffered, also in the kernel."""
@@ -87,6 +125,11 @@ class Client(LibraryClient):
             if is_closing():
                 continue
             if self.is_connected:
+                if self._credentials.stamp() != self._stamp:
+                    log.info("bus_credentials_replaced")
+                    self._stamp = self._credentials.stamp()
+                    await self.force_reconnect()
+                    continue
                 tasks = (self._reading_task, self._flusher_task, self._ping_interval_task)
                 dead_ticks = hung_ticks = 0
                 if any(task is None or task.done() for task in tasks):

@@ -16,6 +16,7 @@ import structlog
 
 from contracts import subjects
 from contracts.bus import nats_client, types
+from contracts.bus.credentials import ANONYMOUS, Credentials
 from contracts.bus.handlers import Deliver, at_once, in_order, stop, within
 from contracts.bus.nats_client import Client, LibraryError
 from contracts.bus.types import BusError, Handler, Incoming, NoResponder, TooLarge, Unavailable
@@ -80,16 +81,17 @@ class Subscription:
 
 
 class Session:
-    """Core NATS, made by ``connect``; ``name`` is what the server knows it by."""
+    """Core NATS, made by ``connect``; ``name`` is what the server knows it by, ``user`` whose inbox it has."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, user: str, credentials: Credentials) -> None:
         self.name = name
+        self.user = user
         self.closed = asyncio.Event()
         """Set when the connection is lost for good: the service must exit non-zero."""
         self.reconnects = 0
         self.readers: set[Reader] = set()
         """Closed first when the session ends, and told of every reconnect."""
-        self._client = Client(self)
+        self._client = Client(self, credentials)
         self._closing = False
         self._up = asyncio.Event()
         self._subscriptions: dict[Any, Subscription] = {}
@@ -103,13 +105,19 @@ class Session:
         self._publish = self._client.publish
 
     @classmethod
-    async def connect(cls, url: str, *, name: str, inbox: str = "", timeout_s: float = 10.0) -> Self:
-        """Connect to the server or servers (comma-separated) of ``url``; raises Unavailable after ``timeout_s``.
-        Answers arrive under ``_INBOX.<inbox>.``, which must be the user's own (default: ``name``).
+    async def connect(
+        cls, url: str, *, name: str, user: str = "", credentials: Credentials = ANONYMOUS, timeout_s: float = 10.0
+    ) -> Self:
+        """Connect to the server or servers (comma-separated) of ``url``; raises Unavailable after ``timeout_s``, and
+        BusError at once for what cannot work. Answers arrive under ``_INBOX.<user>.``, which must be the user's own
+        (default: that of the credentials, else ``name``).
 
         From then on a lost connection is made again, without end, until the server refuses it for good (``closed``).
         """
-        self = cls(name)
+        if "@" in url:
+            raise BusError("an address of the bus holds no credentials: name a seed's file (HEADRACE_NATS_SEED_FILE)")
+        credentials.check()
+        self = cls(name, user or credentials.user or subjects.encode(name), credentials)
         client = self._client
         try:
             async with asyncio.timeout(timeout_s):
@@ -126,7 +134,7 @@ class Session:
                     max_outstanding_pings=2,
                     flush_timeout=FLUSH_TIMEOUT_S,
                     flusher_queue_size=0,  # a full one would hold up the pings too
-                    inbox_prefix=types.INBOX + (inbox or subjects.encode(name)),
+                    inbox_prefix=types.INBOX + self.user,
                 )
                 self._up.set()
                 self._inbox = client.new_inbox() + "."

@@ -83,6 +83,8 @@ class KvEntry(NamedTuple):
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 INBOX = "_INBOX."
+OTHER_ACCOUNT = "_R_."
+"""Where the server itself takes an answer to an asker of another account: nobody names such a subject."""
 
 
 class Sender(Protocol):
@@ -146,7 +148,7 @@ class Incoming:
 
         To inboxes only, else a reply subject could make us publish anywhere.
         """
-        if self.reply.startswith(INBOX):
+        if self.reply.startswith((INBOX, OTHER_ACCOUNT)):
             with contextlib.suppress(Unavailable):
                 await self._sender.publish(self.reply, data)
         elif self.reply:

@@ -1,6 +1,7 @@
 """Client for internal services: the APIs of ``submit`` over NATS, frames straight from the worker.
 
-    async with Client("nats://...", tenant="search") as client:
+    mine = Credentials(seed_file="t.search.seed")
+    async with Client("nats://...", tenant="search", credentials=mine) as client:
         async for chunk in client.chat(model="smol", messages=[{"role": "user", "content": "Hello"}]):
             print(chunk.text, end="")
         answer = await client.chat_once(model="smol", messages=[{"role": "user", "content": "Hello"}])
@@ -17,7 +18,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from contracts import ids, permissions, subjects
-from contracts.bus import Bus
+from contracts.bus import ANONYMOUS, Bus, Credentials
 from contracts.client.answers import (
     ApiObject,
     ChatAnswer,
@@ -46,21 +47,23 @@ _encode = msgspec.json.Encoder().encode
 class Client:
     """A tenant's access; ``async with`` connects and closes. Raises contracts.bus.Unavailable when it cannot connect.
 
-    ``retries``: how often a refusal (429, 503, 529) is tried again, after the pause that it names.
+    ``credentials``: the tenant's own (``headrace nats-config --tenant NAME`` makes its seed); files that are replaced
+    are taken at once. ``retries``: how often a refusal (429, 503, 529) is tried again, after the pause that it names.
     """
 
-    def __init__(self, nats_url: str, *, tenant: str, retries: int = 2) -> None:
+    def __init__(self, nats_url: str, *, tenant: str, credentials: Credentials = ANONYMOUS, retries: int = 2) -> None:
         self.tenant = tenant
         self.incarnation = ids.incarnation("c")
         """Name of this client's life, under which it sends heartbeats."""
         self.reply_inbox = subjects.tenant_reply_prefix(tenant) + subjects.encode(self.incarnation)
         self.retries = retries
         self._nats_url = nats_url
+        self._credentials = credentials
         self._access: Access | None = None
 
     async def __aenter__(self) -> Self:
-        inbox = permissions.user_of_tenant(self.tenant)
-        bus = await Bus.connect(self._nats_url, name=self.incarnation, inbox=inbox)
+        user = permissions.user_of_tenant(self.tenant)
+        bus = await Bus.connect(self._nats_url, name=self.incarnation, user=user, credentials=self._credentials)
         subscriber = Subscriber(
             bus, reply_inbox=self.reply_inbox, stream_owner=subjects.tenant_stream_owner(self.tenant, self.incarnation)
         )

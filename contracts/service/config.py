@@ -7,6 +7,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from contracts.bus import BusError, Credentials
+
 C = TypeVar("C", bound="ServiceConfig")
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -23,17 +25,35 @@ class ConfigError(Exception):
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What all services share. Field ``nats_url`` is read from ``HEADRACE_NATS_URL``, and so on."""
 
-    nats_url: Secret = "nats://127.0.0.1:4222"
-    """May carry user and password; never logged."""
+    nats_url: str = "nats://127.0.0.1:4222"
+    """Servers, separated by commas."""
+    nats_seed_file: str = ""
+    """NKey seed of this process's user on the bus: ``<user>.seed``. Replaced while running, it is taken at once."""
+    nats_ca_file: str = ""
+    """Certificates that the bus's must come from; with it there is no connection without TLS."""
+    nats_cert_file: str = ""
+    """This process's certificate for the bus, and its key."""
+    nats_key_file: str = ""
     log_format: Literal["json", "pretty"] = "json"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
     """Port of /metrics, /health/live and /health/ready; 0 serves none."""
 
+    @property
+    def credentials(self) -> Credentials:
+        """For the bus."""
+        return Credentials(**{field: getattr(self, f"nats_{field}") for field in Credentials.__struct_fields__})
+
     def problems(self) -> list[str]:
         """Relations between values that do not hold; empty when all is well. Heirs add theirs to these."""
-        return ["HEADRACE_NATS_URL: the password is empty"] if empty_password(self.nats_url) else []
+        if "@" in self.nats_url:
+            return ["HEADRACE_NATS_URL holds a user: name the file of its seed in HEADRACE_NATS_SEED_FILE instead"]
+        try:
+            self.credentials.check()
+        except BusError as error:
+            return [f"HEADRACE_NATS_*_FILE: {error}"]
+        return []
 
 
 def load(kind: type[C], environment: Mapping[str, str]) -> C:

@@ -46,7 +46,8 @@ class Service(Protocol):
 def run_service(name: str, kind: type[C], build: Callable[[C, Bus], Awaitable[Service]]) -> int:
     """Run a service until SIGTERM or SIGINT; gives the process's exit code.
 
-    ``name`` is the service's role: of its logs, and of its user on the bus. ``kind`` is read from the environment.
+    ``name`` is the service's role: of its logs, and of its user on a bus that has none. ``kind`` is read from the
+    environment.
     EXIT_STOPPED after a graceful drain, EXIT_FAILED when something broke or the bus was lost for good (the log says
     why), EXIT_CONFIGURATION with a line on standard error for each bad value.
     """
@@ -94,7 +95,9 @@ class _Process(Generic[C]):
             running.cancel()
 
     async def _connect_and_serve(self) -> None:
-        bus = await Bus.connect(self._config.nats_url, name=ids.incarnation(self._name), inbox=self._name)
+        credentials = self._config.credentials
+        user = credentials.user or self._name
+        bus = await Bus.connect(self._config.nats_url, name=ids.incarnation(user), user=user, credentials=credentials)
         serving = asyncio.create_task(self._serve(bus))
         lost = asyncio.create_task(bus.closed.wait())
         try:

@@ -36,6 +36,13 @@ PRIVATE = {
     "_pending_data_size": ("its size in bytes", lambda v: isinstance(v, int)),
     "_build_message": ("overridden, so that received messages are ours", inspect.ismethod),
     "_connect_to_server": ("overridden, so that the socket of a failed try is not leaked", inspect.ismethod),
+    "_connect_command": ("overridden, so that nothing secret goes over a connection without TLS", inspect.ismethod),
+    "_process_err": ("overridden, so that a user who is refused once may come back", inspect.ismethod),
+    "_process_op_err": ("begins a reconnect", inspect.ismethod),
+    "_server_info": ("what the server said first: whether it speaks TLS", lambda v: "version" in v),
+    "_signature_cb": ("signs the challenge, called before _public_nkey is read", lambda v: v is None),
+    "_public_nkey": ("the user's public key, sent beside the signature", lambda v: v is None),
+    "_error_cb": ("is told of errors", inspect.ismethod),
 }
 """Name: what it is and why it is used, and what it must look like in a connected client."""
 
@@ -55,7 +62,12 @@ async def test_a_connected_client_has_the_private_parts_that_are_used(name: str,
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [("_build_message", ["self", "sid", "subject", "reply", "data", "headers"]), ("_connect_to_server", ["self", "s"])],
+    [
+        ("_build_message", ["self", "sid", "subject", "reply", "data", "headers"]),
+        ("_connect_to_server", ["self", "s"]),
+        ("_connect_command", ["self"]),
+        ("_process_err", ["self", "err_msg"]),
+    ],
 )
 def test_overridden_methods_are_called_as_they_were(name: str, parameters: list[str]) -> None:
     found = list(inspect.signature(getattr(LibraryClient, name)).parameters)
@@ -77,7 +89,7 @@ def test_the_table_names_all_private_parts_that_the_adapter_uses() -> None:
     accessed = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     accessed |= {node.name for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef | ast.FunctionDef)}
     accessed |= {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)} & set(PRIVATE)
-    own = {"_session", "_revive"}
+    own = {"_session", "_revive", "_credentials", "_stamp", "_sign"}
     assert {name for name in accessed if name.startswith("_") and not name.endswith("__")} - own == set(PRIVATE)
 
 

@@ -73,9 +73,7 @@ async def told(cluster: Cluster, call: Call | str, attempts: int = 1) -> Told:
 
 
 async def explain(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
-    password = cluster.secrets.nats_passwords["operator"]
-    url = f"nats://operator:{password}@127.0.0.1:{cluster.nats.port}"
-    return await asyncio.to_thread(headrace, "explain", *arguments, HEADRACE_NATS_URL=url)
+    return await asyncio.to_thread(headrace, "explain", *arguments, **cluster.environment)
 
 
 async def killed(cluster: Cluster) -> str:

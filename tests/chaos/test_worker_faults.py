@@ -210,11 +210,9 @@ async def keep_up(cluster: Cluster) -> None:
 
 async def quarantine_commands(cluster: Cluster, request_id: str) -> None:
     """What a person sees of it, and how it is dropped."""
-    password = cluster.secrets.nats_passwords["operator"]
-    url = f"nats://operator:{password}@127.0.0.1:{cluster.nats.port}"
 
     def command(*arguments: str) -> str:
-        done = headrace("quarantine", *arguments, HEADRACE_NATS_URL=url)
+        done = headrace("quarantine", *arguments, **cluster.environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -223,7 +221,7 @@ async def quarantine_commands(cluster: Cluster, request_id: str) -> None:
     assert "ended 2 workers or engines" in shown and "bad words" not in shown, "nobody asked for bodies"
     await asyncio.to_thread(command, "drop", request_id)
     assert request_id not in await asyncio.to_thread(command, "list")
-    gone = await asyncio.to_thread(headrace, "quarantine", "drop", request_id, HEADRACE_NATS_URL=url)
+    gone = await asyncio.to_thread(headrace, "quarantine", "drop", request_id, **cluster.environment)
     assert gone.returncode == 1 and "not in quarantine" in gone.stderr
 
 

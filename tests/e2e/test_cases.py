@@ -46,7 +46,7 @@ def keyed(stack: Stack, tenant: str, *limits: str) -> str:
 
 async def ends(stack: Stack, tenant: str, count: int) -> list[AttemptEvent]:
     """Terminal events of a tenant, once there are ``count``."""
-    bus = await Bus.connect(stack.run.nats_url, name="test")
+    bus = await Bus.connect(stack.run.nats_url, name="test", credentials=stack.credentials)
     try:
         async with asyncio.timeout(20):
             while True:
@@ -61,7 +61,7 @@ async def ends(stack: Stack, tenant: str, count: int) -> list[AttemptEvent]:
 
 async def arrived(stack: Stack, requests: list[asyncio.Task[Any]]) -> None:
     """Wait until the scheduler has each of these requests, and no others, or has ended it."""
-    bus = await Bus.connect(stack.run.nats_url, name="test")
+    bus = await Bus.connect(stack.run.nats_url, name="test", credentials=stack.credentials)
     try:
         async with asyncio.timeout(20):
             while True:
@@ -440,7 +440,7 @@ async def test_e08_many_prompts_in_one_body_run_beside_others(start_stack: Start
     async with stack.async_client(key) as client:
         large = asyncio.create_task(client.post("/v1/completions", json=many))
         await arrived(stack, [large])
-        bus = await Bus.connect(stack.run.nats_url, name="test")
+        bus = await Bus.connect(stack.run.nats_url, name="test", credentials=stack.credentials)
         assert (await records.queue(bus, "simulated")).reserved_tokens == 58_000
         await bus.close()
         for _ in range(3):

@@ -18,7 +18,7 @@ HELLO: list[Any] = [{"role": "user", "content": "one two three"}]
 
 async def stored_requests(stack: Stack) -> int:
     """Requests ever published: the newest sequence number of REQUESTS."""
-    bus = await Bus.connect(stack.run.nats_url, name="test")
+    bus = await Bus.connect(stack.run.nats_url, name="test", credentials=stack.credentials)
     try:
         info = json.loads(await bus.request(f"$JS.API.STREAM.INFO.{topology.REQUESTS}", b""))
         return int(info["state"]["last_seq"])
@@ -121,7 +121,7 @@ async def test_the_bus_gives_the_same_text_usage_and_refusals_as_http(stack: Sta
         body = {"model": stack.model, "messages": HELLO, "max_tokens": 4}
         answer = (await http.post("/v1/chat/completions", json=body)).json()
         refused = await http.post("/v1/chat/completions", json=body | {"temperature": 9})
-    async with Client(stack.run.nats_url, tenant="demo") as client:
+    async with Client(stack.run.nats_url, tenant="demo", credentials=stack.credentials) as client:
         stream = client.chat(model=stack.model, messages=HELLO, max_tokens=4)
         text = "".join([chunk.text async for chunk in stream])
         assert text == answer["choices"][0]["message"]["content"]

@@ -23,13 +23,13 @@ SUMMARY = " ".join(f"t{number}" for number in range(200))
 def summarizer(stack: Stack, tenant: str, log: Path, *limits: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """The process, once it serves, and the address of its summaries."""
     stack.cli_json("tenant", "create", tenant, *limits)
-    nats_url = stack.cli("nats-config", "--tenant", tenant).stdout.strip()
+    given = stack.cli("nats-config", "--tenant", tenant).stdout.splitlines()
     port = free_port()
     command = [sys.executable, str(ROOT / "examples" / "summarizer.py"), "--tenant", tenant, "--model", "simulated"]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, "--port", str(port)],
-            env=ENVIRONMENT | {"HEADRACE_NATS_URL": nats_url},
+            env=ENVIRONMENT | dict(line.split("=", 1) for line in given),
             stdout=output,
             stderr=subprocess.STDOUT,
         )

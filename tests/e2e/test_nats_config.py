@@ -1,11 +1,11 @@
 """A tenant's own service on the bus of a whole stack: its user, what it gets, and what it cannot have."""
 
-import re
+from pathlib import Path
 
 import pytest
 
-from contracts import permissions, subjects
-from contracts.bus import Bus, BusError, Unavailable
+from contracts import subjects
+from contracts.bus import Bus, BusError, Credentials, Unavailable
 from contracts.client import Client
 from contracts.errors import HeadraceError
 from tests.support.stack import Stack, headrace
@@ -13,20 +13,23 @@ from tests.support.stack import Stack, headrace
 HELLO = [{"role": "user", "content": "one two three"}]
 
 
-def admitted(stack: Stack, tenant: str) -> str:
-    """Address of the bus with the user of ``tenant``."""
+def admitted(stack: Stack, tenant: str) -> Credentials:
+    """Those of the user of ``tenant``."""
     assert stack.cli("tenant", "create", tenant).returncode == 0
     done = stack.cli("nats-config", "--tenant", tenant)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    given = dict(line.split("=", 1) for line in done.stdout.splitlines())
+    assert given["HEADRACE_NATS_URL"] == stack.run.nats_url
+    return Credentials.from_environment(given)
 
 
 async def test_a_tenants_service_is_admitted_to_a_running_bus(stack: Stack) -> None:
     nats = stack.run.pids["nats"]
-    url = admitted(stack, "Ser vice")
-    assert re.fullmatch(r"nats://t\.Ser_20vice:[0-9a-f]{48}@127\.0\.0\.1:\d+", url)
-    assert admitted(stack, "Ser vice") == url
-    async with Client(url, tenant="Ser vice") as client:
+    mine = admitted(stack, "Ser vice")
+    assert mine.user == "t.Ser_20vice"
+    seed = Path(mine.seed_file).read_bytes()
+    assert admitted(stack, "Ser vice") == mine and Path(mine.seed_file).read_bytes() == seed
+    async with Client(stack.run.nats_url, tenant="Ser vice", credentials=mine) as client:
         stream = client.chat(model=stack.model, messages=HELLO, max_tokens=4)
         assert "".join([chunk.text async for chunk in stream]) == "t0 t1 t2 t3"
         assert stream.usage is not None and stream.usage.outcome == "completed"
@@ -38,16 +41,16 @@ async def test_a_tenants_service_is_admitted_to_a_running_bus(stack: Stack) -> N
 
 
 async def test_a_tenants_service_cannot_act_as_another(stack: Stack) -> None:
-    url = admitted(stack, "mallory")
-    victim_url = admitted(stack, "victim")
-    bus = await Bus.connect(url, name="mallory", inbox=permissions.user_of_tenant("mallory"))
-    async with Client(victim_url, tenant="victim") as victim:
+    url = stack.run.nats_url
+    mine = admitted(stack, "mallory")
+    bus = await Bus.connect(url, name="mallory", credentials=mine)
+    async with Client(url, tenant="victim", credentials=admitted(stack, "victim")) as victim:
         stream = victim.chat(model=stack.model, messages=HELLO, max_tokens=200)
         chunks = aiter(stream)
         texts = [(await anext(chunks)).text]
         # Not even as the client library: it may not read the other's inbox.
         with pytest.raises((BusError, HeadraceError)):
-            async with Client(url, tenant="victim") as thief:
+            async with Client(url, tenant="victim", credentials=mine) as thief:
                 await thief.chat_once(model=stack.model, messages=HELLO)
         with pytest.raises(BusError):
             await bus.subscribe(victim.reply_inbox, lambda message: None)
@@ -73,9 +76,16 @@ async def test_a_tenants_service_cannot_act_as_another(stack: Stack) -> None:
     await bus.close()
 
 
-def test_the_block_can_be_printed_for_a_server_of_ones_own() -> None:
-    services = headrace("nats-config")
-    assert services.returncode == 0 and "$HEADRACE_NATS_PASSWORD_WORKER" in services.stdout
-    tenant = headrace("nats-config", "--tenant", "acme")
-    assert 'user: "t.acme"' in tenant.stdout and "submit.v1.acme.*" in tenant.stdout
-    assert headrace("nats-config", "--tenant", "").returncode == 1
+def test_users_can_be_made_for_a_server_of_ones_own(tmp_path: Path) -> None:
+    done = headrace("nats-config", "--dir", str(tmp_path), "--user", "worker-7", "--tenant", "acme")
+    assert done.returncode == 0, done.stderr
+    written = (tmp_path / "server" / "nats-users.conf").read_text()
+    assert "# worker-7" in written and "# t.acme" in written and "submit.v1.acme.*" in written
+    seeds = {path.name: path for path in (tmp_path / "seeds").glob("*/*")}
+    assert set(seeds) == {"operator.seed", "system.seed", "worker-7.seed", "t.acme.seed"}
+    assert {path.stat().st_mode & 0o777 for path in seeds.values()} == {0o600}
+    for wrong in (("--tenant", ""), ("--user", "emperor"), ("--user", "worker-../x"), ("--rotate",)):
+        assert headrace("nats-config", "--dir", str(tmp_path), *wrong).returncode == 1, wrong
+    seeds["worker-7.seed"].write_text("")
+    done = headrace("nats-config", "--dir", str(tmp_path))
+    assert done.returncode == 1 and "the seed is empty" in done.stderr and "worker-7.seed" in done.stderr

@@ -26,7 +26,17 @@ def answer(stack: Stack, **fields: object) -> httpx.Response:
 
 def test_run_json_says_where_things_are(stack: Stack) -> None:
     raw = json.loads((stack.data_dir / "run.json").read_text())
-    assert set(raw) == {"url", "admin_url", "gateway_urls", "metrics_urls", "nats_url", "key", "admin_key", "pids"}
+    assert set(raw) == {
+        "url",
+        "admin_url",
+        "gateway_urls",
+        "metrics_urls",
+        "nats_url",
+        "nats_seed_file",
+        "key",
+        "admin_key",
+        "pids",
+    }
     assert stat.S_IMODE((stack.data_dir / "run.json").stat().st_mode) == 0o600
     assert set(raw["pids"]) == {"gateway", "scheduler", "worker", "ledger", "nats"}
     assert all(len(pids) == 1 and alive(pids[0]) for pids in raw["pids"].values())
@@ -57,7 +67,8 @@ def test_the_first_key_is_in_a_file_and_not_in_a_pipe(stack: Stack) -> None:
 def test_no_secret_is_in_an_environment_a_command_line_or_a_log(stack: Stack) -> None:
     run = stack.run
     kept = json.loads((stack.data_dir / "secrets.json").read_text())
-    secrets = [run.key, run.admin_key, kept["sql_password"], *kept["nats_passwords"].values()]
+    secrets = [run.key, run.admin_key, kept["sql_password"]]
+    secrets += [path.read_text().strip() for path in (stack.data_dir / "nats" / "seeds").glob("*/*.seed")]
     secrets.append((stack.data_dir / "pepper").read_text())
     seen = {f"{pid} {what}": Path(f"/proc/{pid}/{what}") for pid in stack.pids for what in ("environ", "cmdline")}
     seen |= {path.name: path for path in (stack.data_dir / "logs").iterdir()}
@@ -132,7 +143,7 @@ def test_a_wrong_command_line_is_2(stack: Stack) -> None:
 
 
 def test_the_bus_alone_can_be_named_by_the_environment(stack: Stack) -> None:
-    away = {"HEADRACE_NATS_URL": stack.run.nats_url}
+    away = {"HEADRACE_NATS_URL": stack.run.nats_url, "HEADRACE_NATS_SEED_FILE": stack.run.nats_seed_file}
     assert headrace("tenant", "list", "--json", **away).returncode == 0
     refused = headrace("key", "create", "demo", **away)
     assert refused.returncode == 1 and "HEADRACE_PEPPER_FILE" in refused.stderr

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ASKS_MAX = 8
 """Ticks for which admission is asked for."""
 CANCELS_MAX = 30
-STREAM_OWNER = subjects.gateway_stream_owner("g")
+STREAM_OWNER = subjects.gateway_stream_owner("g-1")
 
 _admission = msgspec.json.Decoder(AdmissionAnswer)
 _cancelled = msgspec.json.Decoder(CancelAnswer)

@@ -146,6 +146,7 @@ class SimulatedBus:
     """What the shells use of contracts.bus.Bus."""
 
     connected = True
+    user = "worker"
 
     def __init__(self, world: Recording, refuse: BusError | None = None) -> None:
         self.jetstream = Streams(world, refuse)
@@ -157,7 +158,7 @@ class SimulatedBus:
             self._trace.append(("frame", frame.stream, message.epoch.revision if message.epoch else 0, encode(frame)))
 
     async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
-        self._trace.append(("order", subjects.decode(subject.rpartition(".")[2]), data))
+        self._trace.append(("order", "-".join(subject.split(".")[-2:]), data))
         return ANSWER
 
 

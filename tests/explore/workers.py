@@ -23,7 +23,7 @@ LAST_MS = 2 * TICK_MS
 
 def start(world: "World", slot: int, number: int) -> Worker:
     """A worker process at its start, with its engine ready."""
-    name = f"w{slot}.{number}"
+    name = f"w{slot}-{number}"
     state = world.parts.new_worker()
     state, _ = world.parts.worker.step(state, ("joined", name), world.now)
     state, _ = world.parts.worker.step(state, ("engine",), world.now)
@@ -197,7 +197,7 @@ def _beat(world: "World", slot: int) -> None:
 
 def _rejoin(world: "World", slot: int) -> None:
     worker = world.workers[slot]
-    name = f"w{slot}.{worker.number + 1}"
+    name = f"w{slot}-{worker.number + 1}"
     world.set_worker(slot, number=worker.number + 1, name=name, started=frozenset(), denied=frozenset())
     feed(world, slot, ("joined", name))
 

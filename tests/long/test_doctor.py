@@ -30,6 +30,7 @@ def test_doctor_says_what_is_wrong(tmp_path: Path) -> None:
         "gateway_urls": ["http://127.0.0.1:9"],
         "metrics_urls": {},
         "nats_url": "nats://127.0.0.1:9",
+        "nats_seed_file": "",
         "key": "k",
         "admin_key": "a",
         "pids": {"gateway": [2**22 + 1]},

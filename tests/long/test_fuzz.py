@@ -122,7 +122,7 @@ def broken(data: bytes, chance: random.Random) -> bytes:
 
 
 async def published(stack: Stack) -> int:
-    bus = await Bus.connect(stack.run.nats_url, name="test")
+    bus = await Bus.connect(stack.run.nats_url, name="test", credentials=stack.credentials)
     try:
         return int((await bus.jetstream.api(f"STREAM.INFO.{topology.REQUESTS}"))["state"]["last_seq"])
     finally:

@@ -19,7 +19,7 @@ async def test_a_million_tokens_are_counted_carried_and_answered(start_stack: St
     text = " ".join(f"w{number % 99991}" for number in range(TOKENS - 4))
     message = {"model": stack.model, "messages": [{"role": "user", "content": text}], "max_tokens": 3}
     beside = {"model": stack.model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 150, "stream": True}
-    bus = await Bus.connect(stack.run.nats_url, name="test")
+    bus = await Bus.connect(stack.run.nats_url, name="test", credentials=stack.credentials)
     async with stack.async_client() as client:
         client.timeout = httpx.Timeout(90)
 

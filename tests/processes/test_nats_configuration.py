@@ -6,8 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from compose.stack import nats_config
-from compose.stack.data_dir import Secrets
-from contracts.permissions import ROLES
+from compose.stack.seeds import SYSTEM, Seeds
 from tests.support.polling import wait_until
 
 
@@ -19,13 +18,16 @@ COMPOSE = Path(__file__).parents[2] / "compose" / "deploy"
 
 
 def test_nats_takes_its_configuration_both_ways(tmp_path: Path) -> None:
-    """Variables from the file (headrace up) and from the environment (containers), awkward passwords included."""
-    password = "1e5"
-    secrets = Secrets(key="k", admin_key="a", nats_passwords=dict.fromkeys(ROLES, password))
-    nats_config.write_server(tmp_path / "nats.conf", "127.0.0.1:-1", tmp_path / "a", secrets)
+    """Variables from the file (headrace up) and from the environment (containers)."""
+    seeds = Seeds(tmp_path / "seeds")
+    seeds.ensure([SYSTEM, "operator", "worker-0", "t.acme"])
+    nats_config.write_server(tmp_path / "nats.conf", "127.0.0.1:-1", tmp_path / "a", seeds)
+    ours = tmp_path / "containers"
+    ours.mkdir()
+    nats_config.write(ours, seeds)
+    (ours / "nats.conf").write_bytes((COMPOSE / "nats.conf").read_bytes())
     variables = {"HEADRACE_NATS_LISTEN": "127.0.0.1:-1", "HEADRACE_NATS_STORE": str(tmp_path / "b")}
-    variables |= {f"HEADRACE_NATS_PASSWORD_{role.upper()}": f'"{password}"' for role in ROLES}
-    for number, (path, environment) in enumerate(((tmp_path / "nats.conf", {}), (COMPOSE / "nats.conf", variables))):
+    for number, (path, environment) in enumerate(((tmp_path / "nats.conf", {}), (ours / "nats.conf", variables))):
         log = tmp_path / f"{number}.log"
         process = subprocess.Popen(
             [nats_config.nats_server(), "-c", str(path), "-l", str(log)], env=dict(os.environ) | environment
@@ -35,3 +37,13 @@ def test_nats_takes_its_configuration_both_ways(tmp_path: Path) -> None:
         finally:
             process.terminate()
             process.wait()
+
+
+def test_no_secret_stands_in_the_configuration(tmp_path: Path) -> None:
+    seeds = Seeds(tmp_path / "seeds")
+    seeds.ensure([SYSTEM, "operator", "worker-0", "t.acme"])
+    nats_config.write_server(tmp_path / "nats.conf", "127.0.0.1:-1", tmp_path / "a", seeds)
+    written = (tmp_path / "nats.conf").read_text() + (tmp_path / nats_config.FILE).read_text()
+    for user in seeds.users():
+        assert seeds.path(user).read_text().strip() not in written
+        assert seeds.path(user).stat().st_mode & 0o777 == 0o600

@@ -22,17 +22,19 @@ import msgspec
 import pytest
 
 from compose.stack import nats_config, records
-from compose.stack.data_dir import DataDir, Secrets, read_peppers
+from compose.stack.data_dir import DataDir, read_peppers
 from compose.stack.manifest import make_manifest
 from compose.stack.processes import die_with
+from compose.stack.seeds import SYSTEM, Seeds
 from contracts import ids, registry, subjects, topology
-from contracts.bus import Bus, BusError
+from contracts.bus import Bus, BusError, Credentials
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Codec
 from contracts.messages.queues import QueueAnswer
 from contracts.messages.records import KeyRecord, TenantRecord
 from contracts.messages.request import RequestEnvelope
 from contracts.messages.usage import UsageAnswer, UsageQuery, UsageRow
+from contracts.permissions import OPERATOR
 from tests.support.nats_server import NatsServer, free_port
 from tests.support.polling import until
 from tests.support.proxy import Link, Links
@@ -49,10 +51,10 @@ _usage = Codec[UsageAnswer](UsageAnswer)
 class OurNats(NatsServer):
     """A server with the users and settings of ``headrace up``."""
 
-    def __init__(self, binary: str, directory: Path, secrets: Secrets) -> None:
+    def __init__(self, binary: str, directory: Path, seeds: Seeds) -> None:
         super().__init__(binary, directory)
         configuration = directory / "nats.conf"
-        nats_config.write_server(configuration, self.url.removeprefix("nats://"), self.store, secrets)
+        nats_config.write_server(configuration, self.url.removeprefix("nats://"), self.store, seeds)
         self._command = [binary, "-c", str(configuration), "-l", str(self._log)]
 
 
@@ -72,11 +74,11 @@ class Service:
     def start(self) -> None:
         """A new life; whether it is ready is ``ready``'s business."""
         assert not self.alive, f"{self.name} runs already"
-        user = f"{self.role}:{self._cluster.secrets.nats_passwords[self.role]}"
         environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
         environment |= self.settings | {
             "PYTHONPATH": str(ROOT),
-            "HEADRACE_NATS_URL": f"nats://{user}@127.0.0.1:{self.link.port}",
+            "HEADRACE_NATS_URL": f"nats://127.0.0.1:{self.link.port}",
+            "HEADRACE_NATS_SEED_FILE": str(self._cluster.seeds.path(self.name)),
             "HEADRACE_METRICS_PORT": str(self.metrics_port),
         }
         parent = os.getpid()
@@ -198,8 +200,11 @@ class Cluster:
         self.data = DataDir(directory / "data")
         self.data.prepare()
         self.key = ids.api_key()
-        self.secrets: Secrets = self.data.secrets()
-        self.nats = OurNats(nats_binary, directory, self.secrets)
+        self.seeds = Seeds(self.data.seeds)
+        counts = {"gateway": gateways, "scheduler": schedulers, "worker": workers, "ledger": int(ledger)}
+        users = [f"{role}-{index}" for role, count in counts.items() for index in range(count)]
+        self.seeds.ensure([OPERATOR, SYSTEM, *users])
+        self.nats = OurNats(nats_binary, directory, self.seeds)
         self.links = Links()
         self.http = httpx.AsyncClient(
             trust_env=False, timeout=120, limits=httpx.Limits(max_connections=None, max_keepalive_connections=100)
@@ -265,12 +270,21 @@ class Cluster:
             await registry.create_tenant(bus, TenantRecord(name=TENANT))
             await registry.keep_key(bus, read_peppers(self.data.pepper), self.key, KeyRecord(id="", tenant=TENANT))
 
+    @property
+    def credentials(self) -> Credentials:
+        """The operator's."""
+        return Credentials(seed_file=str(self.seeds.path(OPERATOR)))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of commands for the operator of this bus."""
+        return {"HEADRACE_NATS_URL": self.nats.url, "HEADRACE_NATS_SEED_FILE": self.credentials.seed_file}
+
     # What is on the bus --------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def bus(self) -> AsyncIterator[Bus]:
-        password = self.secrets.nats_passwords["operator"]
-        bus = await Bus.connect(f"nats://operator:{password}@127.0.0.1:{self.nats.port}", name="test")
+        bus = await Bus.connect(self.nats.url, name="test", credentials=self.credentials)
         try:
             yield bus
         finally:

@@ -159,7 +159,7 @@ class Shell:
 
     async def start(self, **settings: Any) -> Scheduler:
         """A candidate for the model."""
-        bus = await Bus.connect(self._url, name=ids.incarnation("scheduler"), inbox="scheduler")
+        bus = await Bus.connect(self._url, name=ids.incarnation("scheduler"), user="scheduler")
         self._stack.push_async_callback(bus.close)
         scheduler = Scheduler(bus, SchedulerConfig(**{"pepper": PEPPER, **QUICK, **settings}))
         self._running[scheduler] = asyncio.create_task(scheduler.run())

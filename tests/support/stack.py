@@ -20,6 +20,7 @@ import pytest
 
 from compose.stack.data_dir import DataDir, Run
 from compose.stack.processes import die_with
+from contracts.bus import Credentials
 
 ROOT = Path(__file__).parents[2]
 HEADRACE = [sys.executable, "-m", "compose.cli.main"]
@@ -87,6 +88,11 @@ class Stack:
     @property
     def run(self) -> Run:
         return DataDir(self.data_dir).read_run()
+
+    @property
+    def credentials(self) -> Credentials:
+        """The operator's, for the stack's bus."""
+        return Credentials(seed_file=self.run.nats_seed_file)
 
     @property
     def pids(self) -> list[int]:

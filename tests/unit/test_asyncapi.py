@@ -95,7 +95,7 @@ def test_who_sends_may_publish_and_who_receives_may_subscribe() -> None:
 def example(channel: Channel) -> str:
     subject = channel.subject
     text = subject if isinstance(subject, str) else subjects.form(subject, lambda parameter: f"{{{parameter}}}")
-    tokens = {"{tenant}": "T1", "{owner}": "T1"}
+    tokens = {"{tenant}": "T1", "{worker}": "worker-0", "{gateway}": "gateway-0", "{observer}": "scheduler-0"}
     return ".".join(tokens.get(token, "x" if token.startswith("{") else token) for token in text.split("."))
 
 
@@ -103,7 +103,7 @@ def granted(party: str) -> permissions.Permissions:
     if party == "service":
         return permissions.of_tenant("T1")
     assert party in permissions.ROLES
-    return permissions.of_role(party)
+    return permissions.of_user(f"{party}-0")
 
 
 def allowed(patterns: tuple[str, ...], subject: str) -> bool:

@@ -14,7 +14,8 @@ RUN = Run(
     admin_url="http://127.0.0.1:6",
     gateway_urls=["http://127.0.0.1:2"],
     metrics_urls={"gateway": ["http://127.0.0.1:3/metrics"]},
-    nats_url="nats://operator:secret@127.0.0.1:4",
+    nats_url="nats://127.0.0.1:4",
+    nats_seed_file="/nats/seeds/operator.seed",
     key="hr_a",
     admin_key="hr_b",
     pids={"gateway": [1], "scheduler": [2], "worker": [3], "ledger": [4], "nats": [5]},
@@ -139,6 +140,7 @@ def test_the_option_comes_before_the_environment(tmp_path: Path) -> None:
 
     here = find_target(tmp_path, remote)
     assert (here.nats_url, here.pepper) == (RUN.nats_url, directory.pepper)
+    assert here.credentials.seed_file == RUN.nats_seed_file
     there = find_target(None, remote)
     assert (there.nats_url, there.pepper) == ("nats://elsewhere:4222", None)
     assert find_target(None, remote | {"HEADRACE_PEPPER_FILE": "/p"}).pepper == Path("/p")

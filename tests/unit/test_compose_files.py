@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from compose.stack import nats_config
-from contracts.permissions import ROLES
+from contracts.permissions import OPERATOR, role_of
 from contracts.service.config import Secret, ServiceConfig
 from gateway.config import GatewayConfig
 from ledger.config import LedgerConfig
@@ -55,8 +54,13 @@ def test_the_image_is_made_of_files_that_exist() -> None:
         assert (COMPOSE.parents[1] / path).exists(), path
 
 
-def test_the_users_of_the_containers_are_those_of_the_contracts() -> None:
-    made = nats_config.users({role: nats_config.variable(role) for role in ROLES}, {})
-    assert (COMPOSE / nats_config.FILE).read_text() == made, (
-        "run: headrace nats-config > compose/deploy/nats-users.conf"
-    )
+def test_each_service_has_a_user_of_its_role_on_the_bus() -> None:
+    """Its container has its own seed alone; the users are made by a service of their own."""
+    made = {word.removeprefix("--user=") for word in services()["users"]["command"]}
+    for name in (*CONFIGS, "cli", "model"):
+        service = services()[name]
+        user = Path(service["environment"]["HEADRACE_NATS_SEED_FILE"]).name.removesuffix(".seed")
+        assert role_of(user) == (name if name in CONFIGS else OPERATOR)
+        assert user == OPERATOR or user in made
+        mounts = [each for each in service["volumes"] if isinstance(each, dict) and each["source"] == "bus"]
+        assert [each["volume"]["subpath"] for each in mounts] == [f"bus/seeds/{user}"]

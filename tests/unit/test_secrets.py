@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from compose.stack.seeds import Seeds
 from contracts.keys import Peppers
 from contracts.service.config import ConfigError, Secret, ServiceConfig, load
 from gateway.config import GatewayConfig
@@ -25,14 +26,21 @@ def test_a_secret_stands_in_a_file_or_in_the_environment(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", [GatewayConfig, SchedulerConfig, WorkerConfig, LedgerConfig])
-def test_the_bus_credentials_of_every_service_may_stand_in_a_file(kind: type[ServiceConfig], tmp_path: Path) -> None:
-    (tmp_path / "pepper").write_text(PEPPER)
-    (tmp_path / "nats").write_text("nats://u:secret@h:4222\n")
-    settings = {"PEPPER_FILE": str(tmp_path / "pepper"), "MODEL": "m", "CLICKHOUSE_URL": "http://h:1"}
-    settings["NATS_URL_FILE"] = str(tmp_path / "nats")
-    assert (
-        load(kind, {f"HEADRACE_{name}": text for name, text in settings.items()}).nats_url == "nats://u:secret@h:4222"
-    )
+def test_who_a_service_is_on_the_bus_stands_in_a_file_alone(kind: type[ServiceConfig], tmp_path: Path) -> None:
+    seeds = Seeds(tmp_path)
+    seeds.ensure(["worker-0"])
+    seed = seeds.path("worker-0")
+    settings = {"PEPPER": PEPPER, "MODEL": "m", "CLICKHOUSE_URL": "http://h:1", "NATS_SEED_FILE": str(seed)}
+    environment = {f"HEADRACE_{name}": text for name, text in settings.items()}
+    assert load(kind, environment).credentials.user == "worker-0"
+    for content, reason in (("", "empty"), ("SUNOSEED", "no NKey seed"), (seed.read_text()[:-5], "no NKey seed")):
+        seed.write_text(content)
+        with pytest.raises(ConfigError, match=reason) as told:
+            load(kind, environment)
+        assert "headrace nats-config" in str(told.value) and not (content and content.strip() in str(told.value))
+    for url in ("nats://scheduler:@h:4222", "nats://h:1,nats://a:b@i:1"):
+        with pytest.raises(ConfigError, match="HEADRACE_NATS_SEED_FILE"):
+            load(kind, environment | {"HEADRACE_NATS_URL": url})
 
 
 def test_what_cannot_be_a_secret_is_told_without_saying_it(tmp_path: Path) -> None:
@@ -56,8 +64,6 @@ def test_what_cannot_be_a_secret_is_told_without_saying_it(tmp_path: Path) -> No
         (GatewayConfig, {"PEPPER": "too short"}, "HEADRACE_PEPPER"),
         (GatewayConfig, {"PEPPER": PEPPER + "\nshort"}, "HEADRACE_PEPPER"),
         (GatewayConfig, {"PEPPER": "\n".join([PEPPER] * 3)}, "HEADRACE_PEPPER"),
-        (SchedulerConfig, {"NATS_URL": "nats://scheduler:@h:4222"}, "HEADRACE_NATS_URL"),
-        (WorkerConfig, {"NATS_URL": "nats://a:b@h:1,nats://a:@i:1", "MODEL": "m"}, "HEADRACE_NATS_URL"),
         (LedgerConfig, {"CLICKHOUSE_URL": "http://u:@h:1"}, "HEADRACE_CLICKHOUSE_URL"),
         (
             LedgerConfig,

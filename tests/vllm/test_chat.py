@@ -119,7 +119,7 @@ def test_a_completion_is_the_same_as_vllms_for_texts_and_token_ids(vllm_stack: S
 
 async def test_the_internal_client_gets_the_same_text_and_usage(vllm_stack: Stack) -> None:
     answer = post(vllm_stack, **GREEDY)
-    async with Client(vllm_stack.run.nats_url, tenant="demo") as client:
+    async with Client(vllm_stack.run.nats_url, tenant="demo", credentials=vllm_stack.credentials) as client:
         stream = client.chat(**GREEDY)
         text = "".join([chunk.text async for chunk in stream])
         assert text == text_of(answer)
@@ -131,7 +131,7 @@ async def test_the_internal_client_gets_the_same_text_and_usage(vllm_stack: Stac
 async def test_the_internal_client_speaks_every_api(vllm_stack: Stack) -> None:
     """The same greedy answer, streamed and whole, by each API; then vectors."""
     greedy: dict[str, Any] = {"model": MODEL, "temperature": 0}
-    async with Client(vllm_stack.run.nats_url, tenant="demo") as client:
+    async with Client(vllm_stack.run.nats_url, tenant="demo", credentials=vllm_stack.credentials) as client:
         chat = await client.chat_once(**GREEDY)
         response = await client.respond_once(**greedy, input=FRANCE[0]["content"], max_output_tokens=40)
         message = await client.message_once(**greedy, messages=FRANCE, max_tokens=40)
