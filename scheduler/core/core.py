@@ -201,7 +201,7 @@ class Core(Lifecycle):
             return
         if request.work_seq and request.work_seq != event.seq:
             self.do(events.DeleteWork(request.work_seq))  # The attempt before this one.
-        request.work_seq = event.seq
+        request.work_seq, request.work_attempt = event.seq, event.attempt
         self.ack_request(request)
         if request.state is not State.ENDING:
             request.advance(Trigger.WORK_STORED, self.now_ms)

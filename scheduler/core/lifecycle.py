@@ -210,7 +210,7 @@ class Lifecycle:
         request.charged = request.cost.total
         if request.work_seq:
             self.do(events.DeleteWork(request.work_seq))
-        request.work_seq = seq
+        request.work_seq, request.work_attempt = seq, item.attempt
         worker = self.pool.expect(item.worker, item.request.model, item.version)
         self._place_on(request, worker, item.attempt)
         request.dispatched_at_ms = min(item.dispatched_at_ms, self.now_ms)

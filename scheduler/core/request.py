@@ -36,6 +36,7 @@ class Request:
         "request_seq",
         "state",
         "was_in_flight",
+        "work_attempt",
         "work_seq",
         "worker",
     )
@@ -58,6 +59,8 @@ class Request:
         self.worker = ""
         self.request_seq = 0
         """Of its message in REQUESTS; 0: it has none there that is not acknowledged."""
+        self.work_attempt = 0
+        """Of its last message in WORK."""
         self.work_seq = 0
         """Of its last message in WORK; 0: there was none."""
         self.charged = 0.0

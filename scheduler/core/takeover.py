@@ -47,9 +47,10 @@ class Takeover:
         life = self._life
         known = life.requests.get(item.request.request_id)
         if known is not None and known.attempt >= item.attempt:
-            if known.state in WAITING and known.attempt == item.attempt and known.work_seq:
+            if known.state in WAITING and known.work_seq and known.work_attempt <= item.attempt:
                 # Its body was found in an earlier attempt's message, which the owner before us may yet delete.
                 known.work_seq, seq = seq, known.work_seq
+                known.work_attempt = item.attempt
             if known.work_seq != seq and known.state is not State.DISPATCHING:
                 life.do(events.DeleteWork(seq))
             return
@@ -59,7 +60,7 @@ class Takeover:
             return
         ended = life.tombstones.ended(item.request.request_id)
         if ended is not None and ended.event.attempt >= item.attempt:
-            self._ended_found(item.request, ended, work_seq=seq)
+            self._ended_found(item.request, ended, work=(seq, item.attempt))
         else:
             request = known or life.take_in(item.request)
             self._recount(request, item.attempt)
@@ -92,19 +93,23 @@ class Takeover:
         self._life.open()
 
     def _ended_found(
-        self, envelope: RequestEnvelope, ended: Tombstone, *, request_seq: int = 0, work_seq: int = 0
+        self, envelope: RequestEnvelope, ended: Tombstone, *, request_seq: int = 0, work: tuple[int, int] = (0, 0)
     ) -> None:
-        """A message of a request whose last attempt has a stored end: drop it, or decide about the next attempt."""
+        """A message of a request whose last attempt has a stored end: drop it, or decide about the next attempt.
+
+        ``work``: (sequence, attempt) of one in WORK.
+        """
         life = self._life
         if ended.error is not None or not outcomes.is_void(ended.event):
             if request_seq:
                 life.do(events.AckRequest(request_seq))
-            if work_seq:
-                life.do(events.DeleteWork(work_seq))
+            if work[0]:
+                life.do(events.DeleteWork(work[0]))
             life.delete_body(envelope)
             return
         request = life.take_in(envelope)
-        request.request_seq, request.work_seq = request_seq, work_seq
+        request.request_seq = request_seq
+        request.work_seq, request.work_attempt = work
         request.attempt = ended.event.attempt
         request.advance(Trigger.ENDED_BEFORE, life.now_ms)
         self._recount(request, request.attempt)
