@@ -4,6 +4,9 @@ Each tenant has a counter of the tokens it was served, divided by its weight; th
 counter goes next (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). The counter is charged at
 dispatch with prompt plus maximum output and corrected at the end, so failed and unused work is given back.
 
+What a worker must have for a request puts it into a *lane* (the caller says which). A lane whose first requests fit
+nowhere is passed over, so that what cannot be placed never stands before what can.
+
 Bound: while two tenants both wait, their counters differ by at most the two largest charges divided by weight,
 plus one such charge per slot that the pool runs at once, because a charge is an estimate until its request ends.
 
@@ -13,28 +16,36 @@ active, to that of the tenant that left last), so idleness banks no credit.
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from typing import get_args
 
 from contracts.messages.base import Priority
 
 SCAN_PER_TENANT = 4
-"""Requests of one tenant looked at when its first ones fit no worker: a guess, enough to pass one large one."""
-SCAN_TOTAL = 32
-"""Requests looked at in one pass; bounds the cost of a pass when little fits (about 0.1 ms)."""
+"""Requests of one tenant and lane looked at when its first ones fit no worker: a guess."""
+SCAN_PER_LANE = 8
+"""Requests of one lane that may fit no worker before the rest of the lane is passed over: those of a lane are much
+alike, and it bounds the cost of a pass when little fits (20 us for each lane)."""
+
+PRIORITIES: tuple[Priority, ...] = get_args(Priority)
+"""In the order in which they are served."""
+
+Place = tuple[Priority, Hashable]
+"""Class and lane: where a tenant's requests wait in the order of their deadlines."""
 
 
 class QueuedRequest:
     """One waiting request. ``order``: earliest deadline first, then arrival."""
 
-    __slots__ = ("charge", "key", "order", "priority", "since_ms", "tenant")
+    __slots__ = ("charge", "key", "order", "place", "since_ms", "tenant")
 
     def __init__(
-        self, key: str, tenant: str, priority: Priority, deadline_at_ms: int, number: int, charge: float, since_ms: int
+        self, key: str, tenant: str, place: Place, order: tuple[int, int], charge: float, since_ms: int
     ) -> None:
         self.key = key
         self.tenant = tenant
-        self.priority: Priority = priority
-        self.order = (deadline_at_ms, number)
+        self.place = place
+        self.order = order
         self.charge = charge
         self.since_ms = since_ms
 
@@ -49,7 +60,7 @@ class Share:
         self.weight = weight
         self.waiting = 0
         self.running = 0
-        self.heaps: dict[Priority, list[tuple[tuple[int, int], str]]] = {"interactive": [], "batch": []}
+        self.heaps: dict[Place, list[tuple[tuple[int, int], str]]] = {}
 
     @property
     def active(self) -> bool:
@@ -63,7 +74,8 @@ class FairQueue:
     def __init__(self, *, ageing_ms: int) -> None:
         self.shares: dict[str, Share] = {}
         self._entries: dict[str, QueuedRequest] = {}
-        self._order: dict[Priority, list[tuple[float, str]]] = {"interactive": [], "batch": []}
+        self._order: dict[Place, list[tuple[float, str]]] = {}
+        """Tenants that wait there, by counter; some have gone, or have another counter by now."""
         self._active: list[tuple[float, str]] = []
         self._ageing: deque[tuple[int, str]] = deque()
         self._ageing_ms = ageing_ms
@@ -85,15 +97,23 @@ class FairQueue:
             self.waiting_weight += weight - share.weight
         share.weight = weight
 
-    def push(self, key: str, tenant: str, priority: Priority, deadline_at_ms: int, charge: float, now_ms: int) -> None:
+    def push(
+        self,
+        key: str,
+        tenant: str,
+        priority: Priority,
+        deadline_at_ms: int,
+        charge: float,
+        now_ms: int,
+        lane: Hashable = None,
+    ) -> None:
         """Add a waiting request that will be charged ``charge`` tokens at dispatch."""
         share = self._activate(tenant)
         self._wait(share, 1)
         self._number += 1
-        entry = QueuedRequest(key, tenant, priority, deadline_at_ms, self._number, charge, now_ms)
+        entry = QueuedRequest(key, tenant, (priority, lane), (deadline_at_ms, self._number), charge, now_ms)
         self._entries[key] = entry
-        heapq.heappush(share.heaps[priority], (entry.order, key))
-        self._offer(priority, tenant, share)
+        self._line_up(entry, share)
         if priority == "batch":
             self._ageing.append((now_ms, key))
 
@@ -130,35 +150,47 @@ class FairQueue:
     def scan(self, now_ms: int, take: Callable[[QueuedRequest], bool]) -> int:
         """Offer waiting requests in fair order to ``take``, which serves an entry (calls ``serve``) and says True.
 
-        Ends when nothing waits or SCAN_TOTAL entries were not taken. Gives the number taken.
+        Ends when nothing waits, or what waits is in lanes of which SCAN_PER_LANE entries were not taken. Gives the
+        number taken.
         """
         self._promote(now_ms)
+        return sum(self._scan(priority, take) for priority in PRIORITIES)
+
+    def _scan(self, priority: Priority, take: Callable[[QueuedRequest], bool]) -> int:
         taken = 0
-        passed = 0
-        for priority in self._order:
-            aside: dict[str, float] = {}
-            order = self._order[priority]
-            while order and passed < SCAN_TOTAL:
-                counter, tenant = heapq.heappop(order)
-                share = self.shares.get(tenant)
-                if share is None or share.counter != counter or tenant in aside:
-                    continue  # Offered again since, or a second time.
-                served = False
-                waits = False
-                for entry in self._heads(share, priority):
-                    waits = True
-                    if take(entry):
-                        served = True
-                        break
-                    passed += 1
-                if served:
+        passed = {place: 0 for place in self._order if place[0] == priority}
+        aside: dict[Place, set[str]] = {place: set() for place in passed}
+        while passed:
+            first = min(filter(None, (self._first(place, aside[place]) for place in list(passed))), default=None)
+            if first is None:
+                break
+            _, _, tenant, place = first
+            share = self.shares[tenant]
+            for entry in self._heads(share, place):
+                if take(entry):
                     taken += 1
-                    self._offer(priority, tenant, share)
-                elif waits:
-                    aside[tenant] = counter
-            for tenant, counter in aside.items():
-                heapq.heappush(order, (counter, tenant))
+                    break
+                passed[place] += 1
+            else:
+                aside[place].add(tenant)
+            if passed[place] >= SCAN_PER_LANE:
+                del passed[place]
+        for place, tenants in aside.items():
+            for tenant in tenants:
+                self._offer(place, tenant, self.shares[tenant])
         return taken
+
+    def _first(self, place: Place, aside: set[str]) -> "tuple[float, tuple[int, int], str, Place] | None":
+        """Who goes next in a lane: its counter, its request's order, the tenant; None when nobody does."""
+        order = self._order.get(place, [])
+        while order:
+            counter, tenant = order[0]
+            share = self.shares[tenant]
+            if share.counter == counter and tenant not in aside and (head := self._head(share, place)) is not None:
+                return counter, head, tenant, place
+            heapq.heappop(order)  # Offered again since, or a second time, or it has gone.
+        self._order.pop(place, None)
+        return None
 
     def lead(self, tenant: str) -> float:
         """Weighted tokens by which the tenant was served more than the active one that was served least."""
@@ -206,41 +238,49 @@ class FairQueue:
             if len(self._active) > 64 + 4 * len(self.shares):
                 self._active = [(s.counter, t) for t, s in self.shares.items() if s.active]
                 heapq.heapify(self._active)
-        for priority, heap in share.heaps.items():
-            if heap:
-                self._offer(priority, tenant, share)
+        for place in share.heaps:
+            self._offer(place, tenant, share)
 
-    def _offer(self, priority: Priority, tenant: str, share: Share) -> None:
-        order = self._order[priority]
+    def _line_up(self, entry: QueuedRequest, share: Share) -> None:
+        heapq.heappush(share.heaps.setdefault(entry.place, []), (entry.order, entry.key))
+        self._offer(entry.place, entry.tenant, share)
+
+    def _offer(self, place: Place, tenant: str, share: Share) -> None:
+        order = self._order.setdefault(place, [])
         heapq.heappush(order, (share.counter, tenant))
         if len(order) > 64 + 4 * len(self.shares):
-            order[:] = [(s.counter, t) for t, s in self.shares.items() if s.heaps[priority]]
+            order[:] = [(s.counter, t) for t, s in self.shares.items() if place in s.heaps]
             heapq.heapify(order)
 
-    def _heads(self, share: Share, priority: Priority) -> Iterator[QueuedRequest]:
-        """The tenant's first SCAN_PER_TENANT entries of a class; the caller may serve the one just given."""
-        heap = share.heaps[priority]
+    def _head(self, share: Share, place: Place) -> tuple[int, int] | None:
+        """Order of the tenant's first entry there; None when it has none."""
+        heap = share.heaps.get(place, [])
+        while heap:
+            order, key = heap[0]
+            entry = self._entries.get(key)
+            if entry is not None and entry.order == order and entry.place == place:
+                return order
+            heapq.heappop(heap)
+        share.heaps.pop(place, None)
+        return None
+
+    def _heads(self, share: Share, place: Place) -> Iterator[QueuedRequest]:
+        """The tenant's first SCAN_PER_TENANT entries there; the caller may serve the one just given."""
         aside: list[tuple[tuple[int, int], str]] = []
         try:
-            while heap and len(aside) < SCAN_PER_TENANT:
-                order, key = heapq.heappop(heap)
-                entry = self._entries.get(key)
-                if entry is None or entry.order != order or entry.priority != priority:
-                    continue
-                aside.append((order, key))
-                yield entry
+            while len(aside) < SCAN_PER_TENANT and self._head(share, place) is not None:
+                aside.append(heapq.heappop(share.heaps[place]))
+                yield self._entries[aside[-1][1]]
         finally:
             for item in aside:
                 if item[1] in self._entries:
-                    heapq.heappush(heap, item)
+                    heapq.heappush(share.heaps.setdefault(place, []), item)
 
     def _promote(self, now_ms: int) -> None:
         """Batch requests that waited for the ageing time go with the interactive ones from now on."""
         while self._ageing and self._ageing[0][0] + self._ageing_ms <= now_ms:
             _, key = self._ageing.popleft()
             entry = self._entries.get(key)
-            if entry is not None and entry.priority == "batch":
-                entry.priority = "interactive"
-                share = self.shares[entry.tenant]
-                heapq.heappush(share.heaps["interactive"], (entry.order, key))
-                self._offer("interactive", entry.tenant, share)
+            if entry is not None and entry.place[0] == "batch":
+                entry.place = ("interactive", entry.place[1])
+                self._line_up(entry, self.shares[entry.tenant])

@@ -25,7 +25,7 @@ from scheduler.core.settings import Settings
 from scheduler.core.stream_owners import StreamOwners
 from scheduler.core.tombstones import Tombstones
 from scheduler.core.transitions import WAITING, WITH_WORKER, State, Trigger
-from scheduler.core.worker_pool import Worker, WorkerPool
+from scheduler.core.worker_pool import Worker, WorkerPool, lane
 
 UNHEARD = ""
 """In the place of the readers who joined a request under an earlier owner, until they have had time to say so again."""
@@ -154,7 +154,13 @@ class Lifecycle:
         envelope = request.envelope
         self.queue.set_weight(request.tenant, self.admission.tenant(request.tenant).weight)
         self.queue.push(
-            request.id, request.tenant, envelope.priority, envelope.deadline_at_ms, request.cost.total, self.now_ms
+            request.id,
+            request.tenant,
+            envelope.priority,
+            envelope.deadline_at_ms,
+            request.cost.total,
+            self.now_ms,
+            lane=lane(request),
         )
         heapq.heappush(self.deadlines, (envelope.deadline_at_ms, request.id))
 

@@ -5,7 +5,7 @@ as those of the workers. While they do not arrive, nobody is lost. A worker that
 owner's epoch, of which each heartbeat of its reminds it, is lost too: nothing could be dispatched meanwhile.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 from contracts.messages.base import Epoch
@@ -23,6 +23,13 @@ class Load(NamedTuple):
     tokens: int
     slots: int
     kv_tokens: int
+
+
+def lane(request: Request) -> Hashable:
+    """Equal for requests of which a worker takes one only if it takes the other, but for up to twice the size."""
+    envelope = request.envelope
+    size = envelope.choices.bit_length(), request.cost.total.bit_length()
+    return envelope.version, bool(request.deaths), bool(request.given_back), size
 
 
 class Worker:

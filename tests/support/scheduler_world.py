@@ -7,7 +7,7 @@ token buckets against an account of their own.
 """
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ from scheduler.core.core import Core
 from scheduler.core.fair_queue import SCAN_PER_TENANT
 from scheduler.core.settings import Settings
 from scheduler.core.transitions import State
+from scheduler.core.worker_pool import lane
 from tests.support.token_ledger import TokenLedger
 
 EPOCH = Epoch(1, 7)
@@ -234,10 +235,12 @@ class World:
     def check_work_conserving(self) -> None:
         """What could run now does, unless a worker is kept for a large request or the scan's bounds end it."""
         core = self.core
-        if core.recovering or core.pool._reserved_for or len(core.queue) > SCAN_PER_TENANT:
+        if core.recovering or core.pool._reserved_for:
             return
-        for request in core.requests.values():
-            if request.state is State.QUEUED:
+        queued = [request for request in core.requests.values() if request.state is State.QUEUED]
+        lanes = Counter(lane(request) for request in queued)
+        for request in queued:
+            if lanes[lane(request)] <= SCAN_PER_TENANT:
                 placed = core.pool.place(request)
                 assert placed is None, f"{request.id} waits although it fits {placed.beat.worker}"
 

@@ -302,6 +302,33 @@ def test_no_worker_has_two_poison_candidates_before_their_first_token() -> None:
     assert {item.request.request_id for item in made.work.values() if item.worker == second.name} == set(ids)
 
 
+def test_those_who_are_tried_again_one_by_one_stand_before_nobody() -> None:
+    """64 poison candidates with the earliest deadlines wait for two workers; who came later runs beside them."""
+    made = World()
+    made.feed(events.TenantChanged("t0", TenantRecord(name="t0")))
+    first = made.ready_worker(slots=64, kv_tokens=1_000_000)
+    candidates = {made.submit() for _ in range(64)}
+    made.kill(first)
+    for _ in range(2):
+        made.ready_worker(slots=64, kv_tokens=1_000_000)
+    made.run_pending()
+    fresh = {made.submit(prompt_tokens=tokens) for tokens in range(1, 101)}
+    made.run_pending()
+    dispatched = {item.request.request_id for item in made.work.values() if item.worker != first.name}
+    assert fresh <= dispatched and len(dispatched & candidates) == 2
+
+
+def test_who_waits_for_a_version_that_nobody_has_stands_before_nobody() -> None:
+    made = World()
+    made.feed(events.TenantChanged("t0", TenantRecord(name="t0")))
+    for _ in range(50):
+        made.submit(version="v9")
+    made.ready_worker(slots=2)
+    served = {made.submit(), made.submit()}
+    made.run_pending()
+    assert {item.request.request_id for item in made.work.values()} == served
+
+
 def test_a_lost_stream_owner_cancels_its_requests() -> None:
     made = World()
     request_id = made.submit(stream_owner="g1")
