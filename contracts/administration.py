@@ -91,6 +91,18 @@ class Administration:
             )
         return record.changed.after
 
+    async def move_key(self, secret: str) -> KeyRecord:
+        """Move a key from the previous pepper to the current one, before its next use does."""
+        if self._peppers is None or self._peppers.previous is None:
+            raise HeadraceError("invalid_request", "there is one pepper, and all keys are under it")
+        found = await registry.keys_of_secret(self._bus, self._peppers, secret.encode())
+        if not found:
+            raise HeadraceError("not_found", "there is no such key")
+        async with self._recorded("keys.move", found[0].id) as record:
+            await registry.move_key(self._bus, self._peppers, secret.encode())
+            record.changed = registry.Changed(found[0], await registry.key(self._bus, found[0].id))
+        return record.changed.after
+
     async def change_model(self, name: str, form: ModelChange) -> Manifest:
         """Change the bounds of a model's queue, or its fallbacks."""
         limits = given(form)

@@ -25,6 +25,7 @@ FIRST_TOKEN = Histogram(
 )
 CONNECTIONS = Gauge("headrace_connections", "Open connections of callers")
 CONNECTIONS_REFUSED = Counter("headrace_connections_refused", "Connections beyond a bound", ["bound"])
+FAILED_LOGINS = Counter("headrace_failed_logins", "Callers that were not let in, by reason", ["reason"])
 STREAMS = Gauge("headrace_streams", "Answers under way")
 ERRORS = Counter("headrace_http_errors", "HTTP answers that are errors, and streams that ended with one", ["code"])
 COUNTING = Histogram("headrace_prompt_counting_seconds", "Counting of prompt tokens", buckets=_SECONDS)

@@ -1,12 +1,17 @@
 """``headrace key``: API keys."""
 
+import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from compose.cli.common import DataDirOption, JsonOption, administer, instant, names, on_bus, show, table
 from contracts import instants
+
+if TYPE_CHECKING:
+    from contracts.administration import Administration
+    from contracts.messages.records import KeyRecord
 
 app = typer.Typer(no_args_is_help=True, help="API keys.")
 
@@ -119,6 +124,21 @@ def key_list(
         for record in records
     ]
     show(records, table(head, rows), as_json=as_json)
+
+
+@app.command("move")
+def key_move(data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
+    """Move keys from the previous pepper to the current one; reads the keys from standard input, one a line.
+
+    Keys that are used move by themselves.
+    """
+    secrets = [line.strip() for line in sys.stdin if line.strip()]
+
+    async def move(do: "Administration") -> list["KeyRecord"]:
+        return [await do.move_key(secret) for secret in secrets]
+
+    records = administer(data_dir, move, makes_keys=True)
+    show(records, "\n".join(f"moved {record.id} of tenant {record.tenant}" for record in records), as_json=as_json)
 
 
 @app.command("revoke")

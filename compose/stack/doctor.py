@@ -19,7 +19,7 @@ from compose.stack.probes import http_reason
 MEMORY_MIN_GB = 4.0
 """For one vLLM worker on CPU with the small model (2.4 GB measured) beside everything else."""
 DISK_MIN_GB = 6.0
-"""NATS sets 3.4 GB aside for its streams and takes at most three quarters of what is free."""
+"""NATS sets 3.7 GB aside for its streams and takes at most three quarters of what is free."""
 IMPORT_TIMEOUT_S = 120.0
 
 _CHDB = "import chdb; print(chdb.__version__)"

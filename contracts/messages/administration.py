@@ -11,7 +11,7 @@ Via = Literal["api", "console", "cli"]
 
 LoginFailure = Literal["unknown", "revoked", "expired", "address", "tenant", "scope"]
 """No such key; a known key that was revoked, has expired, came from a network that is not its own, whose tenant is
-disabled, or that is not for the administration and tried."""
+disabled, or that is not for what it tried in the administration."""
 
 Result = Literal["intended", "done", "refused", "failed"]
 

@@ -20,6 +20,7 @@ from contracts.keys import Peppers
 from contracts.messages.administration import LoginFailure
 from contracts.messages.base import Codec
 from contracts.messages.records import KeyRecord, Scope, TenantRecord
+from gateway import metrics
 from gateway.intake.activity import Activity, FailedLogins
 
 _log = structlog.get_logger()
@@ -121,6 +122,7 @@ class Directory:
         return Identity(tenant, key.id, key.scopes)
 
     def _refusal(self, secret: bytes, address: str, reason: LoginFailure, key_id: str) -> HeadraceError:
+        metrics.FAILED_LOGINS.labels(reason if secret else "missing").inc()
         if secret:
             self._activity.failed(address, reason, key_id)
             if wait_s := self._failures.count(address, time.monotonic()):

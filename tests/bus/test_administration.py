@@ -92,10 +92,18 @@ async def test_a_gateway_makes_no_key_without_one_that_may(world: World) -> None
     assert await world.code("tenants.create", admin, name="x") == "permission_denied"
     assert await world.code("nonsense.do", admin) == "not_found"
     assert {record.id for record in await registry.keys(world.bus)} == before
-    refused = [entry for entry in await world.trail() if entry.actor and entry.result == "refused"]
-    assert [entry.action for entry in refused[-4:]] == [
-        "keys.create", "tenants.create", "models.change", "tenants.create",
-    ]  # fmt: skip
+    refused = [entry for entry in await world.trail() if entry.actor and entry.reason == "scope"]
+    assert [(entry.action, entry.address) for entry in refused[-4:]] == [("logins.failed", ADDRESS)] * 4
+
+
+async def test_a_callers_key_cannot_crowd_the_trail_of_actions(world: World) -> None:
+    """By way of a gateway that was taken over, as fast as the bus is."""
+    _, caller = await world.key("inference", "usage")
+    before = len(await world.trail())
+    calls = 3 * FAILURES_PER_MIN
+    assert {await world.code("tenants.create", caller, name="x") for _ in range(calls)} == {"permission_denied"}
+    written = (await world.trail())[before:]
+    assert {entry.action for entry in written} == {"logins.failed"} and len(written) < calls / 2
 
 
 async def test_a_key_is_judged_by_the_service_itself(world: World) -> None:
@@ -268,3 +276,14 @@ async def test_an_expired_key_can_still_be_revoked_and_no_key_is_made_expired(wo
     with pytest.raises(HeadraceError, match="passed"):
         await world.key("inference", expires_at_ms=1)
     assert (await world.do.revoke_key(key_id)).revoked_at_ms
+
+
+async def test_a_key_is_moved_by_command(world: World) -> None:
+    key_id, secret = await kept_under_the_old(world)
+    do = Administration(world.bus, OPERATOR, peppers=BOTH)
+    assert (await do.move_key(secret)).pepper == PEPPERS.name()
+    assert await places(world.bus, key_id) == PEPPERS.hashes(secret.encode())
+    done = (await world.trail())[-1]
+    assert (done.action, done.target, done.after) == ("keys.move", key_id, {"pepper": PEPPERS.name()})
+    with pytest.raises(HeadraceError, match="no such key"):
+        await do.move_key("hr_unknown")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from contracts import audit, clock, registry, topology
 from contracts.keys import ADMIN_SCOPES, Peppers
@@ -90,12 +91,15 @@ async def test_a_key_holds_until_it_expires_and_where_it_may(world: World) -> No
 
 async def test_failures_from_one_address_are_bounded_and_valid_keys_let_in(world: World) -> None:
     """A script guesses keys behind the NAT of an honest caller."""
+    unknown = {"reason": "unknown"}
+    before = REGISTRY.get_sample_value("headrace_failed_logins_total", unknown) or 0
     statuses = [await world.status_of("/v1/models", headers=bearer(f"hr_guess-{n}")) for n in range(FAILURES_MAX + 20)]
     first = statuses.index(429)
     assert statuses[:first] == [401] * first and first >= FAILURES_MAX
     refused = await world.client.post(CHAT, json=BASE, headers=bearer("hr_guess"))
     assert (refused.status_code, error_of(refused)["code"]) == (429, "rate_limit_exceeded")
     assert int(refused.headers["retry-after"]) >= 1
+    assert REGISTRY.get_sample_value("headrace_failed_logins_total", unknown) == before + FAILURES_MAX + 21
     assert await admitted(world, ADMIN) and (await world.post(BASE)).status_code == 200
     assert await world.status_of("/v1/models", headers={"authorization": ""}) == 401
 
