@@ -7,7 +7,6 @@ who has taken over a gateway makes no key without one that may.
 
 import asyncio
 import time
-from itertools import islice
 
 import msgspec
 import structlog
@@ -19,9 +18,6 @@ from contracts.bus import Bus, BusError, Incoming, Subscription
 from contracts.errors import HeadraceError
 from contracts.keys import Peppers
 from contracts.messages.administration import (
-    FAILED_MAX,
-    OUTDATED_MAX,
-    USED_MAX,
     ActivityAnswer,
     AdminAnswer,
     AdminCall,
@@ -122,11 +118,12 @@ class AdminService:
         except msgspec.MsgspecError:
             return
         try:
-            for secret in activity.outdated[:OUTDATED_MAX]:
+            for secret in activity.outdated:
                 await registry.move_key(self._bus, self._peppers, secret.encode())
-            uses = islice(activity.used.items(), USED_MAX)
-            await asyncio.gather(*(registry.keep_use(self._bus, key_id, at_ms) for key_id, at_ms in uses))
-            await self._failures.take(activity.failed[:FAILED_MAX], activity.failed_unlisted)
+            now_ms = clock.now_ms()
+            uses = activity.used.items()
+            await asyncio.gather(*(registry.keep_use(self._bus, key_id, min(at_ms, now_ms)) for key_id, at_ms in uses))
+            await self._failures.take(activity.failed, activity.failed_unlisted)
         except (BusError, HeadraceError) as error:
             log.warning("key_activity_not_kept", reason=str(error))
             return  # the gateway reports it again

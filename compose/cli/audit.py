@@ -77,7 +77,12 @@ def _row(entry: "AuditEntry") -> tuple[str, ...]:
     result = entry.result if not entry.reason else f"{entry.result}: {entry.reason}"
     count = f" ({entry.count} times)" if entry.count > 1 else ""
     who = (entry.actor or "-", entry.address or "-", entry.via, entry.action, entry.target or "-")
-    return (instant(entry.at_ms), *who, result + count, _changes(entry))
+    return tuple(_printable(cell) for cell in (instant(entry.at_ms), *who, result + count, _changes(entry)))
+
+
+def _printable(text: str) -> str:
+    """Part of it came from strangers: nothing of that may act on a terminal."""
+    return "".join(each if each.isprintable() else f"\\u{ord(each):04x}" for each in text)
 
 
 def _changes(entry: "AuditEntry") -> str:

@@ -1,11 +1,19 @@
 """Administration: what operators ask of the admin service by way of a gateway, and the audit trail."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from contracts.messages.base import NOTHING, Message
 from contracts.messages.frames import ErrorData
+
+Secret = Annotated[str, Meta(max_length=512)]
+Name = Annotated[str, Meta(max_length=512)]
+"""Of a tenant, a model or a key, not encoded."""
+KeyId = Annotated[str, Meta(max_length=64)]
+Address = Annotated[str, Meta(max_length=64)]
+RequestId = Annotated[str, Meta(max_length=64)]
 
 Via = Literal["api", "console", "cli"]
 
@@ -19,12 +27,12 @@ Result = Literal["intended", "done", "refused", "failed"]
 class AdminCall(Message, frozen=True, kw_only=True):
     """Gateway -> scheduler, ``admin.v1.do.<action>``: one action, with the key that must permit it."""
 
-    secret: str
+    secret: Secret
     """The caller's API key: who serves the call judges it itself."""
-    address: str
-    request_id: str
+    address: Address
+    request_id: RequestId
     via: Via = "api"
-    target: str = ""
+    target: Name = ""
     """What is changed: a tenant's or model's name, a key's id; empty for what is made."""
     form: msgspec.Raw = NOTHING
     """The action's own form (contracts.forms), as it was sent."""
@@ -40,11 +48,11 @@ class AdminAnswer(Message, frozen=True, kw_only=True):
 class FailedLogin(Message, frozen=True, kw_only=True):
     """Failures of one address since the last report."""
 
-    address: str
+    address: Address
     reason: LoginFailure
-    key_id: str = ""
+    key_id: KeyId = ""
     """Of a key that is known."""
-    count: int = 1
+    count: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
 
 
 USED_MAX, OUTDATED_MAX, FAILED_MAX = 1000, 50, 100
@@ -54,12 +62,12 @@ USED_MAX, OUTDATED_MAX, FAILED_MAX = 1000, 50, 100
 class KeyActivity(Message, frozen=True, kw_only=True):
     """Gateway -> scheduler, ``admin.v1.activity``: uses of keys, failed logins. Answered once it is kept."""
 
-    used: dict[str, int] = {}
+    used: Annotated[dict[KeyId, Annotated[int, Meta(ge=0)]], Meta(max_length=USED_MAX)] = {}
     """Key id -> start of the minute, Unix ms."""
-    outdated: list[str] = []
+    outdated: Annotated[list[Secret], Meta(max_length=OUTDATED_MAX)] = []
     """Secrets whose keys are under the previous pepper; they move to the current one."""
-    failed: list[FailedLogin] = []
-    failed_unlisted: int = 0
+    failed: Annotated[list[FailedLogin], Meta(max_length=FAILED_MAX)] = []
+    failed_unlisted: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
     """Failures beyond those that a report lists."""
 
 

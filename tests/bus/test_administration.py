@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from compose.cli import audit as cli_audit
 from contracts import audit, clock, ids, registry, subjects, topology
 from contracts.administration import Administration
 from contracts.audit import Actor
@@ -287,3 +288,38 @@ async def test_a_key_is_moved_by_command(world: World) -> None:
     assert (done.action, done.target, done.after) == ("keys.move", key_id, {"pepper": PEPPERS.name()})
     with pytest.raises(HeadraceError, match="no such key"):
         await do.move_key("hr_unknown")
+
+
+@pytest.mark.parametrize(
+    "activity",
+    [
+        {"used": {f"key_{number}": 60_000 for number in range(1001)}},
+        {"used": {"k" * 65: 60_000}},
+        {"used": {"k": -1}},
+        {"outdated": ["hr_x"] * 51},
+        {"failed": [{"address": "a" * 65, "reason": "unknown"}]},
+        {"failed": [{"address": "192.0.2.1", "reason": "unknown", "count": 2**60}]},
+        {"failed": [{"address": "192.0.2.1", "reason": "\u001b[2J"}]},
+    ],
+)
+async def test_a_report_beyond_its_bounds_is_dropped_whole(world: World, activity: dict[str, Any]) -> None:
+    before = len(await world.trail())
+    with pytest.raises(BusError):
+        await world.bus.request(subjects.ADMIN_ACTIVITY, json.dumps(activity).encode(), timeout_s=0.3)
+    assert len(await world.trail()) == before
+
+
+async def test_a_use_from_the_future_is_now(world: World) -> None:
+    key_id, _ = await world.key("inference")
+    activity = KeyActivity(used={key_id: 2**62})
+    await world.bus.request(subjects.ADMIN_ACTIVITY, msgspec.json.encode(activity), timeout_s=10)
+    shown = {record.id: record for record in await registry.keys(world.bus)}
+    assert 0 < shown[key_id].last_used_at_ms <= clock.now_ms()
+
+
+def test_nothing_in_the_trail_acts_on_a_terminal() -> None:
+    entry = AuditEntry(
+        id="1", at_ms=1, actor="\x1b[2J", address="\r\n", via="api", action="logins.failed", target="\u202e",
+        result="refused", after={"note": "\x07"},
+    )  # fmt: skip
+    assert all(cell.isprintable() for cell in cli_audit._row(entry))
