@@ -3,6 +3,8 @@
 import asyncio
 import codecs
 import zlib
+from collections import Counter
+from typing import ClassVar, Self
 
 from starlette.types import Receive
 
@@ -11,19 +13,26 @@ from gateway.config import GatewayConfig
 from gateway.http.caller import CallerLeft
 from gateway.http.exchange import Exchange
 
+RECEIVED_BYTES_MAX = 256 << 20
+"""Of all bodies that are on their way in, whole or not; sixteen of the largest."""
+TENANT_SHARE = 4
+"""One tenant may have this part of it."""
 _INFLATE_STEP = 256 << 10
 """Inflated bytes between two turns of the event loop: about a millisecond."""
-
 _INFLATED_ALWAYS = 1 << 20
 _RATIO_MAX = 100
 """Beyond the first MiB gzip may inflate by so much: JSON of real conversations does by 3 to 20, a bomb by 1,000."""
+_INFLATING = asyncio.Lock()
+"""Of all bodies that are inflated one is taken further before everything else has its turn."""
+_MEMBERS_MAX = 100
+"""Each costs a copy of what is behind it."""
 
 
 async def read(exchange: Exchange, config: GatewayConfig) -> bytes:
     """The whole body, inflated when it came as gzip, and without a byte order mark. Bounds are the configuration's.
 
-    Raises HeadraceError: unsupported_media_type, request_too_large (as soon as it is known), request_timeout;
-    and CallerLeft.
+    Raises HeadraceError: unsupported_media_type, request_too_large (as soon as it is known), request_timeout,
+    rate_limit_exceeded and overloaded (too much is being received from the tenant, or in all); and CallerLeft.
     """
     headers, bytes_max, s_max = exchange.scope["headers"], config.body_bytes_max, config.body_s_max
     given = dict(headers)
@@ -32,16 +41,51 @@ async def read(exchange: Exchange, config: GatewayConfig) -> bytes:
     length = given.get(b"content-length", b"")
     if length.isdigit() and int(length) > bytes_max:
         raise _too_large(bytes_max)
-    try:
-        async with asyncio.timeout(s_max):
-            data = await _gather(exchange.receive, bytes_max)
-    except TimeoutError:
-        raise HeadraceError("request_timeout", f"The request body did not arrive within {s_max:g} seconds.") from None
-    data = await _inflate(data, bytes_max) if gzipped else data
+    with _Received(exchange.tenant) as received:
+        try:
+            async with asyncio.timeout(s_max):
+                data = await _gather(exchange.receive, bytes_max, received)
+        except TimeoutError:
+            message = f"The request body did not arrive within {s_max:g} seconds."
+            raise HeadraceError("request_timeout", message) from None
+        data = await _inflate(data, bytes_max, received) if gzipped else data
     return data.removeprefix(codecs.BOM_UTF8)
 
 
-async def _gather(receive: Receive, bytes_max: int) -> bytes:
+class _Received:
+    """What is held of one body while it comes in, counted with all others in this process."""
+
+    total = 0
+    by_tenant: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, tenant: str) -> None:
+        self._tenant = tenant
+        self._bytes = 0
+
+    def add(self, size: int) -> None:
+        """Raises HeadraceError when it is too much."""
+        self._count(size)
+        if self.by_tenant[self._tenant] > RECEIVED_BYTES_MAX // TENANT_SHARE:
+            message = "Too much of this tenant's request bodies is on its way in; send fewer at once."
+            raise HeadraceError("rate_limit_exceeded", message, retry_after_s=1)
+        if _Received.total > RECEIVED_BYTES_MAX:
+            raise HeadraceError("overloaded", "Too many request bodies are on their way in.", retry_after_s=1)
+
+    def _count(self, size: int) -> None:
+        self._bytes += size
+        _Received.total += size
+        self.by_tenant[self._tenant] += size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._count(-self._bytes)
+        if not self.by_tenant[self._tenant]:
+            del self.by_tenant[self._tenant]
+
+
+async def _gather(receive: Receive, bytes_max: int, received: _Received) -> bytes:
     pieces: list[bytes] = []
     size = 0
     while True:
@@ -52,6 +96,7 @@ async def _gather(receive: Receive, bytes_max: int) -> bytes:
         size += len(piece)
         if size > bytes_max:
             raise _too_large(bytes_max)
+        received.add(len(piece))
         pieces.append(piece)
         if not message.get("more_body", False):
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -76,15 +121,20 @@ def _is_gzip(value: bytes) -> bool:
     raise HeadraceError("unsupported_media_type", "The only Content-Encoding that is understood is gzip.")
 
 
-async def _inflate(data: bytes, bytes_max: int) -> bytes:
+async def _inflate(data: bytes, bytes_max: int, received: _Received) -> bytes:
     """One or more gzip members, as RFC 1952 has a file."""
     inflater = zlib.decompressobj(wbits=31)
     ratio_max = max(_INFLATED_ALWAYS, _RATIO_MAX * len(data))
     pieces: list[bytes] = []
-    size = 0
+    size, members = 0, 1
     while data or not inflater.eof:
         if inflater.eof:
+            members += 1
+            if members > _MEMBERS_MAX:
+                raise HeadraceError("invalid_request", f"The body's gzip has more than {_MEMBERS_MAX} members.")
             inflater = zlib.decompressobj(wbits=31)
+        async with _INFLATING:
+            await asyncio.sleep(0)
         try:
             piece = inflater.decompress(data, _INFLATE_STEP)
         except zlib.error as error:
@@ -99,8 +149,8 @@ async def _inflate(data: bytes, bytes_max: int) -> bytes:
             raise HeadraceError(
                 "request_too_large", f"The body's gzip inflates more than {_RATIO_MAX} times: send it as it is."
             )
+        received.add(len(piece))
         pieces.append(piece)
-        await asyncio.sleep(0)
     return b"".join(pieces)
 
 

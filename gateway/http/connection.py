@@ -34,6 +34,9 @@ LINGER_S = 2.0
 LINGER_BYTES_MAX = 32 << 20
 """What is not wanted is read for so long, and so far, that the caller sees the answer before its connection breaks."""
 
+_SMALL_PIECES = asyncio.Lock()
+"""Of all bodies that come in small pieces one is taken further before everything else has its turn."""
+
 _log = structlog.get_logger()
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -307,7 +310,8 @@ class Request:
     async def receive(self) -> Message:
         """The next part of the body, then the hang-up or the end of the answer. Raises HeadraceError."""
         if self.body.more:
-            await asyncio.sleep(0)  # A body in small pieces takes its turn with others.
+            async with _SMALL_PIECES:
+                await asyncio.sleep(0)
         while not self.gone and not self.complete:
             if not self._body_told:
                 data = self._take()

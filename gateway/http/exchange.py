@@ -31,6 +31,8 @@ class Exchange:
         self.address: str = (scope.get("client") or ("", 0))[0]
         """The caller's IP address."""
         self.started_at = time.monotonic()
+        self.tenant = ""
+        """The caller's, once it is known."""
         self.status = 0
         """0 until the answer has begun."""
         self.answer_headers: Headers = [(b"x-request-id", self.request_id.encode())]

@@ -83,6 +83,7 @@ class Inference:
             raise HeadraceError("shutting_down", "This server is shutting down; try again.", retry_after_s=1)
         headers = exchange.scope["headers"]
         identity = self._directory.authenticate(headers, exchange.address, "inference")
+        exchange.tenant = identity.tenant.name
         log.tenant, log.key_id = identity.tenant.name, identity.key_id
         context = RequestContext(
             request_id=exchange.request_id,

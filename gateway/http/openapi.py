@@ -27,8 +27,8 @@ PUBLIC = "Service"
 
 ALWAYS = (400, 408, 431, 500)
 """A request that is no HTTP, headers that are too slow or too large, a bug."""
-BODY = (413, 415)
-INFERENCE = (*BODY, 401, 404, 409, 422, 429, 499, 502, 503, 504, 529)
+BODY = (413, 415, 429, 529)
+INFERENCE = (*BODY, 401, 404, 409, 422, 499, 502, 503, 504)
 
 Schema = dict[str, Any]
 

@@ -61,7 +61,9 @@ def caller_for(scope: Scope | None) -> Callable[[Request, Services], Awaitable[I
 
     async def judged(request: Request, services: ServicesDep) -> Identity:
         exchange: Exchange = request.scope["headrace"]
-        return services.directory.authenticate(exchange.scope["headers"], exchange.address, scope)
+        identity = services.directory.authenticate(exchange.scope["headers"], exchange.address, scope)
+        exchange.tenant = identity.tenant.name
+        return identity
 
     return judged
 

@@ -13,7 +13,7 @@ import pytest
 
 from contracts.messages.frames import ErrorData
 from contracts.messages.request import RequestEnvelope
-from gateway.http import connection
+from gateway.http import body, connection
 from tests.support.gateway_world import BASE, CHAT, K1, K2, Raw, World, chunk, encode, events_of, serve, text_of
 from tests.support.polling import metric, until
 
@@ -192,6 +192,7 @@ async def test_c24_gzip_members_and_a_byte_order_mark_are_taken(world: World) ->
         (whole, "gzip, identity", 200),
         (gzip.compress(bom + body), "gzip", 200),
         (bom + body, "", 200),
+        (whole + gzip.compress(b"") * 100, "gzip", 400),
         (whole + b"x", "gzip", 400),
         (whole + whole[:-5], "gzip", 400),
         (whole[:5], "gzip", 400),
@@ -390,3 +391,33 @@ async def test_the_tail_of_a_body_is_no_request_however_it_is_cut(world: World) 
                 break
         assert statuses in ([401, 200], [401]), (cut, statuses)
         await raw.close()
+
+
+@pytest.mark.parametrize(("share", "status"), [(4, 429), (1, 529)])
+async def test_bodies_on_their_way_in_are_bounded_by_tenant_and_in_all(
+    world: World, monkeypatch: pytest.MonkeyPatch, share: int, status: int
+) -> None:
+    """Bodies that never come whole, or come as gzip that grows; what is let go is free again."""
+    monkeypatch.setattr(body, "RECEIVED_BYTES_MAX", 400_000)
+    monkeypatch.setattr(body, "TENANT_SHARE", share)
+    many = []
+    for number in range(4):
+        raw = await Raw.open(world)
+        key = K2 if share == 1 and number % 2 else K1
+        await raw.send(f"POST {CHAT} HTTP/1.1\r\ncontent-length: 400000", b"x" * (100_000 // share), key=key)
+        many.append(raw)
+    await until(lambda: body._Received.total == 400_000 // share, "all of it came")
+    last = await Raw.open(world)
+    await last.send(f"POST {CHAT} HTTP/1.1\r\ncontent-length: 400000", b"x" * 1000)
+    got, headers = await asyncio.wait_for(last.head(), 5)
+    assert (got, headers["retry-after"]) == (status, "1")
+    other = await world.client.post(CHAT, json=BASE, headers={"authorization": f"Bearer {K2}"})
+    assert other.status_code == (200 if share > 1 else 529)
+    for raw in (*many, last):
+        await raw.close()
+    await until(lambda: not body._Received.total and not body._Received.by_tenant, "nothing is held")
+    assert (await world.post(BASE)).status_code == 200
+    inflated = await world.client.post(
+        CHAT, content=gzip.compress(b" " * 500_000 + encode(BASE)), headers={"content-encoding": "gzip"}
+    )
+    assert inflated.status_code == 429
