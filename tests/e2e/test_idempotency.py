@@ -122,7 +122,10 @@ async def test_a_failure_stays_one(stack: Stack, caller: httpx.AsyncClient) -> N
 async def test_services_join_each_other_and_callers_over_http(stack: Stack, caller: httpx.AsyncClient) -> None:
     key = uuid.uuid4().hex
     model, nats_url = stack.model, stack.run.nats_url
-    async with Client(nats_url, tenant="demo") as one, Client(nats_url, tenant="demo") as two:
+    async with (
+        Client(nats_url, tenant="demo", credentials=stack.credentials) as one,
+        Client(nats_url, tenant="demo", credentials=stack.credentials) as two,
+    ):
         fields: dict[str, Any] = {"model": model, "messages": HELLO, "simulate": SLOW, "idempotency_key": key}
         streams = [one.chat(**fields), two.chat(**fields)]
 
@@ -143,7 +146,10 @@ async def test_services_join_each_other_and_callers_over_http(stack: Stack, call
 async def test_who_leaves_a_joined_request_ends_it_for_nobody_else(stack: Stack) -> None:
     key = uuid.uuid4().hex
     model, nats_url = stack.model, stack.run.nats_url
-    async with Client(nats_url, tenant="demo") as one, Client(nats_url, tenant="demo") as two:
+    async with (
+        Client(nats_url, tenant="demo", credentials=stack.credentials) as one,
+        Client(nats_url, tenant="demo", credentials=stack.credentials) as two,
+    ):
         fields: dict[str, Any] = {"model": model, "messages": HELLO, "simulate": SLOW, "idempotency_key": key}
         stream = one.chat(**fields)
         texts: list[str] = []
