@@ -13,7 +13,7 @@ from contracts.errors import HeadraceError
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch
-from contracts.messages.control import Announce, CancelAnswer, Evict
+from contracts.messages.control import Announce, CancelAnswer, CancelAttempt, Evict, Progress
 from contracts.messages.records import Manifest
 from scheduler.core import events, outcomes, views
 from scheduler.core.lifecycle import UNHEARD, Lifecycle, cancelled
@@ -321,6 +321,8 @@ class Core(Lifecycle):
             self.do(events.SendControl(beat.worker, Announce(epoch=self.epoch)))
         for progress in in_flight:
             request = self.requests.get(progress.request_id)
+            if request is None and self.tombstones.cancelled(progress.request_id):
+                self._cancel_unknown(beat.worker, progress)
             if request is None or request.attempt != progress.attempt or request.worker != beat.worker:
                 continue
             request.was_in_flight = True
@@ -332,6 +334,12 @@ class Core(Lifecycle):
         if beat.epoch >= self.epoch:
             self._drop_unstarted(worker)
         self.dispatch()
+
+    def _cancel_unknown(self, worker: str, progress: Progress) -> None:
+        """A cancelled attempt of which the streams know nothing, after a restore of the bus: nobody pays for it."""
+        attempt, reason = progress.attempt, "worker_lost"
+        order = CancelAttempt(epoch=self.epoch, request_id=progress.request_id, attempt=attempt, reason=reason)
+        self.do(events.SendControl(worker, order))
 
     def _drop_unstarted(self, worker: Worker) -> None:
         """A worker that knows this epoch starts no work of an earlier one: what it does not have by now is void."""

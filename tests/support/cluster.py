@@ -43,6 +43,22 @@ ROOT = Path(__file__).parents[2]
 MODEL = "simulated"
 TENANT = "demo"
 START_S = 30.0
+STEPPING_CLOCK = """
+import os, time
+
+_file, _time, _time_ns = os.environ["TEST_CLOCK_AHEAD"], time.time, time.time_ns
+
+def _ahead():
+    try:
+        with open(_file) as file:
+            return float(file.read() or 0)
+    except OSError:
+        return 0.0
+
+time.time = lambda: _time() + _ahead()
+time.time_ns = lambda: _time_ns() + int(_ahead() * 1e9)
+"""
+"""What Python imports at its start, where a cluster's clocks step."""
 
 _attempt = Codec[AttemptEvent](AttemptEvent)
 _usage = Codec[UsageAnswer](UsageAnswer)
@@ -68,6 +84,8 @@ class Service:
         self.link: Link = cluster.links.open(cluster.nats.port)
         self.metrics_port = free_port()
         self.settings = settings
+        self.clock_ahead = cluster.directory / f"{self.name}.clock"
+        """Seconds by which its wall clock is ahead; where the cluster's clocks step it is read at every look."""
         self._cluster = cluster
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -76,7 +94,8 @@ class Service:
         assert not self.alive, f"{self.name} runs already"
         environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
         environment |= self.settings | {
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": f"{self._cluster.clocks}{os.pathsep}{ROOT}" if self._cluster.clocks else str(ROOT),
+            "TEST_CLOCK_AHEAD": str(self.clock_ahead),
             "HEADRACE_NATS_URL": f"nats://127.0.0.1:{self.link.port}",
             "HEADRACE_NATS_SEED_FILE": str(self._cluster.seeds.path(self.name)),
             "HEADRACE_METRICS_PORT": str(self.metrics_port),
@@ -194,9 +213,14 @@ class Cluster:
         schedulers: int = 1,
         workers: int = 1,
         ledger: bool = False,
+        stepping_clocks: bool = False,
         **settings: object,
     ) -> None:
         self.directory = directory
+        self.clocks = directory / "clocks" if stepping_clocks else None
+        if self.clocks:
+            self.clocks.mkdir()
+            (self.clocks / "sitecustomize.py").write_text(STEPPING_CLOCK)
         self.data = DataDir(directory / "data")
         self.data.prepare()
         self.key = ids.api_key()

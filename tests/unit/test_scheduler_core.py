@@ -7,7 +7,7 @@ import pytest
 
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch
-from contracts.messages.control import CancelRequest, ControlAnswer, Progress, StreamOwnerHeartbeat
+from contracts.messages.control import CancelAttempt, CancelRequest, ControlAnswer, Progress, StreamOwnerHeartbeat
 from contracts.messages.frames import ErrorData, LostData
 from contracts.messages.records import TenantLimits, TenantRecord
 from scheduler.core import events
@@ -689,3 +689,14 @@ def test_a_worker_that_knows_a_higher_epoch_gets_nothing_and_makes_its_owner_ris
     assert evicted.name in made.core.pool.evicted
     evicted.epoch = worker.epoch
     assert events.RiseAbove(worker.epoch) in made.core.step(events.WorkerSeen(evicted.beat()), made.now)
+
+
+def test_a_cancelled_attempt_that_only_its_worker_knows_is_stopped_and_not_billed() -> None:
+    """The bus was restored from a backup: the attempt runs on, and its message is gone from the streams."""
+    made = World()
+    worker = made.ready_worker()
+    worker.running["r-old", 1] = Progress(request_id="r-old", attempt=1, completion_tokens=3)
+    assert not made.core.step(events.WorkerSeen(worker.beat()), made.now), "its stream goes on"
+    made.feed(events.CancelAsked("t0", CancelRequest(request_id="r-old"), 0))
+    order = CancelAttempt(epoch=EPOCH, request_id="r-old", attempt=1, reason="worker_lost")
+    assert made.core.step(events.WorkerSeen(worker.beat()), made.now) == [events.SendControl(worker.name, order)]
