@@ -1,7 +1,9 @@
 """Logs, metrics and health of a service process: structlog, prometheus_client, and the small server for both."""
 
+import contextlib
 import logging
 import re
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -14,6 +16,9 @@ import structlog
 
 from contracts.service.config import ServiceConfig
 
+CONNECTIONS_MAX = 16
+CONNECTION_S = 10.0
+"""A scrape or a probe takes some milliseconds."""
 _API_KEY = re.compile(r"hr_[A-Za-z0-9_-]{16,}")
 
 
@@ -61,10 +66,40 @@ def configure_logging(config: ServiceConfig, service: str) -> None:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
+    """A thread for each of CONNECTIONS_MAX connections; one more ends the oldest: who is silent blocks nobody."""
+
     daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, *arguments: Any) -> None:
+        self._open: dict[Any, None] = {}
+        self._lock = threading.Lock()
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._open[request] = None
+            oldest = next(iter(self._open)) if len(self._open) > CONNECTIONS_MAX else None
+            self._open.pop(oldest, None)
+        if oldest is not None:
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Whoever hangs up is not worth a traceback."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class _Quiet(WSGIRequestHandler):
+    timeout = CONNECTION_S
+
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are not worth a line each."""
 
