@@ -69,6 +69,9 @@ class Inference:
                 await exchange.fail(error, _limit_headers(log.limits), status=log.status)
         except CallerLeft:
             log.outcome = "cancelled"
+        except asyncio.CancelledError:
+            log.outcome, log.code = "failed", "shutting_down"
+            raise
         except Exception:
             log.outcome, log.code = "failed", "internal_error"
             raise

@@ -1,7 +1,9 @@
 """HTTP as it is met in the field: behind nginx, over TLS, from plain curl."""
 
+import contextlib
 import json
 import shutil
+import socket
 import ssl
 import subprocess
 import time
@@ -79,12 +81,19 @@ def test_tls_by_certificate_files(start_stack: StartStack, tmp_path: Path) -> No
     trusted = ssl.create_default_context(cafile=str(cert))
     headers = {"Authorization": f"Bearer {run.key}"}
     with httpx.Client(base_url=run.url, headers=headers, verify=trusted, trust_env=False, timeout=30) as client:
-        assert client.get("/health/ready").status_code == 200
+        ready = client.get("/health/ready")
+        assert ready.status_code == 200 and ready.headers["strict-transport-security"] == "max-age=31536000"
         body = {"model": "simulated", "messages": HELLO, "max_tokens": 3, "stream": True}
         with client.stream("POST", "/v1/chat/completions", json=body) as response:
             assert list(response.iter_lines())[-2] == "data: [DONE]"
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{run.url}/health/live", trust_env=False)  # Nobody vouches for the certificate.
+    with socket.create_connection(("127.0.0.1", int(run.url.rsplit(":", 1)[1]))) as silent:  # It shakes no hands.
+        assert httpx.get(f"{run.admin_url}/health/live", verify=trusted, trust_env=False).status_code == 200
+        silent.sendall(b"GET / HTTP/1.1\r\n")
+        silent.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            assert b"HTTP/" not in silent.recv(100)
     plain = run.url.replace("https", "http")
     with pytest.raises(httpx.HTTPError):
         httpx.get(f"{plain}/v1/models", headers=headers, trust_env=False)
