@@ -13,6 +13,7 @@ import pytest
 
 from contracts.messages.frames import ErrorData
 from contracts.messages.request import RequestEnvelope
+from gateway.config import GatewayConfig
 from gateway.http import body, connection
 from tests.support.gateway_world import BASE, CHAT, K1, K2, Raw, World, chunk, encode, events_of, serve, text_of
 from tests.support.polling import metric, until
@@ -421,3 +422,26 @@ async def test_bodies_on_their_way_in_are_bounded_by_tenant_and_in_all(
         CHAT, content=gzip.compress(b" " * 500_000 + encode(BASE)), headers={"content-encoding": "gzip"}
     )
     assert inflated.status_code == 429
+
+
+async def test_a_body_is_asked_for_only_when_it_is_wanted(world: World) -> None:
+    data = encode(BASE)
+    raw = await Raw.open(world)
+    for key, answers in ((K1, [100, 200]), ("bad", [401])):
+        await raw.send(f"POST {CHAT} HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: {len(data)}", key=key)
+        for expected in answers:
+            status, headers = await asyncio.wait_for(raw.head(), 5)
+            assert status == expected
+            if status == 100:
+                raw.writer.write(data)
+            else:
+                await raw.reader.readexactly(int(headers["content-length"]))
+    assert headers["connection"] == "close"  # Nobody can know whether the body still comes.
+    await raw.close()
+
+
+def test_what_operators_alone_should_reach_is_on_loopback() -> None:
+    config = GatewayConfig(pepper="x" * 32)
+    assert config.metrics_host == "127.0.0.1"
+    assert [address.rpartition(":")[0] for address in config.admin_listen] == ["127.0.0.1"]
+    assert "METRICS_HOST" not in (Path(__file__).parents[2] / "compose/deploy/Dockerfile").read_text()
