@@ -8,10 +8,11 @@ import contextlib
 import re
 import secrets
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import structlog
 
 from contracts import subjects, topology
 from contracts.bus import Bus, KvEntry, WrongSequence
@@ -24,6 +25,7 @@ from contracts.messages.records import KeyRecord, KeyUse, Manifest, PoolLimits, 
 
 R = TypeVar("R", bound=msgspec.Struct)
 
+_log = structlog.get_logger()
 _TENANT = Codec[TenantRecord](TenantRecord)
 _KEY = Codec[KeyRecord](KeyRecord)
 _USE = Codec[KeyUse](KeyUse)
@@ -53,6 +55,45 @@ class ShownKey(KeyRecord, frozen=True, kw_only=True):
 
     last_used_at_ms: int = 0
     """To the minute; 0: not yet."""
+
+
+def read_tenant(entry: KvEntry) -> TenantRecord:
+    """The tenant of an entry. Raises MsgspecError for what is none, and for a record from another place.
+
+    A server of JetStream sends answers wherever it is asked to, also to a key of a bucket: who may only read records
+    could have one copied. So each says where it belongs.
+    """
+    record = _TENANT.decode(entry.value)
+    return _at_home(record, subjects.encode_or_empty(record.name), entry)
+
+
+def read_key(entry: KvEntry) -> KeyRecord:
+    """The key of an entry, likewise."""
+    record = _KEY.decode(entry.value)
+    return _at_home(record, f"{record.id}.{record.hash}", entry)
+
+
+def read_model(entry: KvEntry) -> Manifest:
+    """The model of an entry, likewise."""
+    manifest = _MANIFEST.decode(entry.value)
+    return _at_home(manifest, subjects.encode_or_empty(manifest.name), entry)
+
+
+def _at_home(record: R, home: str, entry: KvEntry) -> R:
+    if home != entry.key:
+        raise msgspec.ValidationError(f"a record of {home} lies at {entry.key}")
+    return record
+
+
+def _all(read: Callable[[KvEntry], R], entries: Mapping[str, KvEntry]) -> list[R]:
+    """What can be read of them."""
+    found = []
+    for entry in entries.values():
+        try:
+            found.append(read(entry))
+        except msgspec.MsgspecError as error:
+            _log.error("record_unreadable", key=entry.key[:64], reason=str(error))
+    return found
 
 
 def check_name(kind: str, name: str) -> str:
@@ -118,19 +159,21 @@ async def create_tenant(bus: Bus, record: TenantRecord) -> Changed[TenantRecord]
 async def tenant(bus: Bus, name: str) -> TenantRecord | None:
     """The tenant's record; None when there is none."""
     entry = await bus.kv.get(topology.TENANTS, subjects.encode(check_name("tenant name", name)))
-    return _TENANT.decode(entry.value) if entry is not None else None
+    found = _all(read_tenant, {} if entry is None else {name: entry})
+    return found[0] if found else None
 
 
 async def tenants(bus: Bus) -> list[TenantRecord]:
     """By name."""
-    records = [_TENANT.decode(entry.value) for entry in (await bus.kv.all(topology.TENANTS)).values()]
-    return sorted(records, key=lambda record: record.name)
+    return sorted(_all(read_tenant, await bus.kv.all(topology.TENANTS)), key=lambda record: record.name)
 
 
 async def change_tenant(bus: Bus, name: str, change: Callable[[TenantRecord], TenantRecord]) -> Changed[TenantRecord]:
     """Apply ``change`` to the tenant as it is; seen by every service within a second."""
     missing = f"there is no tenant {name} (make it with: headrace tenant create)"
-    return await _change(bus, topology.TENANTS, name, _TENANT, lambda record: check_tenant(change(record)), missing)
+    return await _change(
+        bus, topology.TENANTS, name, read_tenant, _TENANT, lambda record: check_tenant(change(record)), missing
+    )
 
 
 async def require_tenant(bus: Bus, name: str) -> None:
@@ -161,7 +204,7 @@ async def keep_key(bus: Bus, peppers: Peppers, secret: str, record: KeyRecord) -
         return Changed(present[0], present[0])
     place = peppers.hashes(secret.encode())[0]
     identifier = f"key_{secrets.token_hex(8)}"
-    made = msgspec.structs.replace(record, id=identifier, pepper=peppers.name(), created_at_ms=now_ms())
+    made = msgspec.structs.replace(record, id=identifier, hash=place, pepper=peppers.name(), created_at_ms=now_ms())
     await bus.kv.create(topology.KEYS, f"{identifier}.{place}", _KEY.encode(made))
     return Changed(None, made)
 
@@ -169,22 +212,21 @@ async def keep_key(bus: Bus, peppers: Peppers, secret: str, record: KeyRecord) -
 async def keys_of_secret(bus: Bus, peppers: Peppers, secret: bytes) -> list[KeyRecord]:
     """The records of a secret: one, two while it moves to a new pepper, none when nobody knows it."""
     found = [await bus.kv.all(topology.KEYS, f"*.{place}") for place in peppers.hashes(secret)]
-    return [_KEY.decode(entry.value) for entries in found for entry in entries.values()]
+    return [record for entries in found for record in _all(read_key, entries)]
 
 
 async def keys(bus: Bus) -> list[ShownKey]:
     """Oldest first."""
-    entries = (await bus.kv.all(topology.KEYS)).values()
+    records = {record.id: record for record in _all(read_key, await bus.kv.all(topology.KEYS))}
     uses = {key: _USE.decode(entry.value).used_at_ms for key, entry in (await bus.kv.all(topology.USES)).items()}
-    records = {record.id: record for entry in entries if (record := _KEY.decode(entry.value))}
     shown = [ShownKey(**fields_of(KeyRecord, each), last_used_at_ms=uses.get(each.id, 0)) for each in records.values()]
     return sorted(shown, key=lambda record: (record.created_at_ms, record.id))
 
 
 async def key(bus: Bus, identifier: str) -> KeyRecord:
     """The key with this id."""
-    for entry in (await _places(bus, identifier)).values():
-        return _KEY.decode(entry.value)
+    for record in _all(read_key, await _places(bus, identifier)):
+        return record
     raise HeadraceError("not_found", f"there is no key with the id {identifier}")
 
 
@@ -192,24 +234,24 @@ async def change_key(bus: Bus, identifier: str, change: Callable[[KeyRecord], Ke
     """Apply ``change`` to the key with this id; again until it holds, for a key may be on its way to a new pepper."""
     before = await key(bus, identifier)
     for _ in range(CHANGES_TRIED_MAX):
-        entries = (await _places(bus, identifier)).values()
-        records = {entry.key: _KEY.decode(entry.value) for entry in entries}
+        entries = await _places(bus, identifier)
+        records = {f"{record.id}.{record.hash}": record for record in _all(read_key, entries)}
         wanted = {place: check_key(change(record)) for place, record in records.items()}
         if wanted == records:
             return Changed(before, change(before))
-        for entry in entries:
-            if wanted[entry.key] != records[entry.key]:
+        for place, record in wanted.items():
+            if record != records[place]:
                 with contextlib.suppress(WrongSequence):  # then the next look finds it
-                    value = _KEY.encode(wanted[entry.key])
-                    await bus.kv.update(topology.KEYS, entry.key, value, revision=entry.revision)
+                    await bus.kv.update(topology.KEYS, place, _KEY.encode(record), revision=entries[place].revision)
     raise HeadraceError("conflict", f"{identifier} is being changed by others; try again")
 
 
 async def move_key(bus: Bus, peppers: Peppers, secret: bytes) -> None:
     """Move a secret's key from the previous pepper to the current one; nothing when it is there."""
     current, *previous = peppers.hashes(secret)
-    for old in [entry for place in previous for entry in (await bus.kv.all(topology.KEYS, f"*.{place}")).values()]:
-        record = msgspec.structs.replace(_KEY.decode(old.value), pepper=peppers.name())
+    found = [await bus.kv.all(topology.KEYS, f"*.{place}") for place in previous]
+    for old in [entry for entries in found for entry in entries.values() if _all(read_key, {entry.key: entry})]:
+        record = msgspec.structs.replace(read_key(old), hash=current, pepper=peppers.name())
         place, moved = f"{record.id}.{current}", 0
         with contextlib.suppress(WrongSequence):  # somebody else moves it
             moved = await bus.kv.create(topology.KEYS, place, _KEY.encode(record))
@@ -238,7 +280,7 @@ async def put_manifest(bus: Bus, manifest: Manifest) -> Changed[Manifest]:
     """Enter a model as it was prepared; limits and fallbacks that an operator set for it stay."""
     check_name("model name", manifest.name)
     entry = await bus.kv.get(topology.MODELS, subjects.encode(manifest.name))
-    present = None if entry is None else _MANIFEST.decode(entry.value)
+    present = next(iter(_all(read_model, {} if entry is None else {entry.key: entry})), None)
     if present is not None:
         manifest = msgspec.structs.replace(manifest, limits=present.limits, fallbacks=present.fallbacks)
     await bus.kv.put(topology.MODELS, subjects.encode(manifest.name), _MANIFEST.encode(manifest))
@@ -252,16 +294,15 @@ async def remove_model(bus: Bus, name: str) -> None:
 
 async def models(bus: Bus) -> list[Manifest]:
     """By name."""
-    manifests = [_MANIFEST.decode(entry.value) for entry in (await bus.kv.all(topology.MODELS)).values()]
-    return sorted(manifests, key=lambda manifest: manifest.name)
+    return sorted(_all(read_model, await bus.kv.all(topology.MODELS)), key=lambda manifest: manifest.name)
 
 
 async def model(bus: Bus, name: str) -> Manifest:
     """The model's manifest."""
     entry = await bus.kv.get(topology.MODELS, subjects.encode(check_name("model name", name)))
-    if entry is None:
-        raise HeadraceError("not_found", f"there is no model {name}")
-    return _MANIFEST.decode(entry.value)
+    for manifest in _all(read_model, {} if entry is None else {name: entry}):
+        return manifest
+    raise HeadraceError("not_found", f"there is no model {name}")
 
 
 async def change_model(
@@ -284,19 +325,26 @@ async def change_model(
             manifest, limits=changed, fallbacks=manifest.fallbacks if fallbacks is None else fallbacks
         )
 
-    return await _change(bus, topology.MODELS, name, _MANIFEST, change, f"there is no model {name}")
+    return await _change(bus, topology.MODELS, name, read_model, _MANIFEST, change, f"there is no model {name}")
 
 
 async def _change(
-    bus: Bus, bucket: str, name: str, codec: Codec[R], change: Callable[[R], R], missing: str
+    bus: Bus,
+    bucket: str,
+    name: str,
+    read: Callable[[KvEntry], R],
+    codec: Codec[R],
+    change: Callable[[R], R],
+    missing: str,
 ) -> Changed[R]:
     """Compare-and-set until nobody was in between."""
     key = subjects.encode(check_name("name", name))
     for _ in range(CHANGES_TRIED_MAX):
         entry = await bus.kv.get(bucket, key)
-        if entry is None:
+        found = _all(read, {} if entry is None else {key: entry})
+        if entry is None or not found:
             raise HeadraceError("not_found", missing)
-        before = codec.decode(entry.value)
+        before = found[0]
         record = change(before)
         try:
             await bus.kv.update(bucket, key, codec.encode(record), revision=entry.revision)

@@ -36,6 +36,14 @@ def encode(name: str) -> str:
     return "".join(chr(byte) if byte in _PLAIN else f"_{byte:02x}" for byte in raw)
 
 
+def encode_or_empty(name: str) -> str:
+    """Subject token of ``name``; empty where there is none."""
+    try:
+        return encode(name)
+    except InvalidName:
+        return ""
+
+
 def decode(token: str) -> str:
     """The name that ``encode`` made ``token`` from; raises InvalidName for anything that encode cannot give."""
     if not _TOKEN.match(token):

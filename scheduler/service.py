@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from contracts import ids, subjects, topology
+from contracts import ids, registry, subjects, topology
 from contracts.bus import Bus, BusError, KvEntry
 from contracts.keys import Peppers
 from contracts.messages.base import Codec
@@ -24,8 +24,6 @@ from scheduler.term import Term
 
 log = structlog.get_logger()
 
-_manifest: Codec[Manifest] = Codec(Manifest)
-_tenant: Codec[TenantRecord] = Codec(TenantRecord)
 _budget: Codec[Budget] = Codec(Budget)
 
 
@@ -115,7 +113,7 @@ class Scheduler:
             if (campaign := self._campaigns.pop(subjects.decode(key), None)) is not None:
                 campaign.cancel()
             return
-        manifest = _manifest.decode(entry.value)
+        manifest = registry.read_model(entry)
         self._manifests[manifest.name] = manifest
         if (term := self._terms.get(manifest.name)) is not None:
             term.feed(events.ManifestChanged(manifest))
@@ -124,7 +122,7 @@ class Scheduler:
 
     def _on_tenant(self, key: str, entry: KvEntry | None) -> None:
         name = subjects.decode(key)
-        record = None if entry is None else _tenant.decode(entry.value)
+        record = None if entry is None else registry.read_tenant(entry)
         if record is None:
             self._tenants.pop(name, None)
         else:

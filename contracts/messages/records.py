@@ -86,6 +86,8 @@ class KeyRecord(Message, frozen=True, kw_only=True):
 
     id: str
     tenant: str
+    hash: str = ""
+    """The one of its key: a record that was copied to another place opens nothing there."""
     scopes: tuple[Scope, ...] = ("inference", "usage")
     """Never ``inference`` beside one of ``admin:``."""
     addresses: tuple[str, ...] = ()

@@ -6,19 +6,18 @@ request can be admitted anyway.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 import msgspec
 import structlog
 
-from contracts import keys, subjects, topology
+from contracts import keys, registry, subjects, topology
 from contracts.bus import Bus, KvEntry, Watch
 from contracts.clock import now_ms
 from contracts.errors import HeadraceError
 from contracts.keys import Peppers
 from contracts.messages.administration import LoginFailure
-from contracts.messages.base import Codec
 from contracts.messages.records import KeyRecord, Scope, TenantRecord
 from gateway import metrics
 from gateway.intake.activity import Activity, FailedLogins
@@ -45,8 +44,8 @@ class _Records(Generic[R]):
     Two keys may share one: a wiped store is filled with a new id for the same secret before the old one is missed.
     """
 
-    def __init__(self, kind: type[R]) -> None:
-        self._codec: Codec[R] = Codec(kind)
+    def __init__(self, read: Callable[[KvEntry], R]) -> None:
+        self._read: Callable[[KvEntry], R] = read
         self._known: dict[str, dict[str, R]] = {}
 
     def at(self, place: str) -> list[R]:
@@ -54,14 +53,14 @@ class _Records(Generic[R]):
         return list(self._known.get(place, {}).values())
 
     def take(self, key: str, entry: KvEntry | None) -> None:
-        """A watch's handler. A record that cannot be decoded counts as absent: nobody gets in by it."""
+        """A watch's handler. What is no record of this place counts as absent: nobody gets in by it."""
         records = self._known.setdefault(place := key.rpartition(".")[2], {})
         records.pop(key, None)
         try:
             if entry is not None:
-                records[key] = self._codec.decode(entry.value)
+                records[key] = self._read(entry)
         except msgspec.MsgspecError as error:
-            _log.error("record_undecodable", key=key[:24], reason=str(error))
+            _log.error("record_unreadable", key=key[:24], reason=str(error))
         if not records:
             del self._known[place]
 
@@ -73,8 +72,8 @@ class Directory:
         self._peppers = peppers
         self._activity = activity
         self._failures = FailedLogins()
-        self._keys = _Records(KeyRecord)
-        self._tenants = _Records(TenantRecord)
+        self._keys = _Records(registry.read_key)
+        self._tenants = _Records(registry.read_tenant)
         self._watches: list[Watch] = []
 
     async def start(self, bus: Bus) -> None:

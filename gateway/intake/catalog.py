@@ -3,15 +3,13 @@
 import msgspec
 import structlog
 
-from contracts import topology
+from contracts import registry, topology
 from contracts.bus import Bus, KvEntry, Watch
 from contracts.errors import HeadraceError
-from contracts.messages.base import Codec
 from contracts.messages.records import Manifest, TenantRecord
 from gateway.prompt.token_counter import TokenCounter
 
 _log = structlog.get_logger()
-_manifests = Codec[Manifest](Manifest)
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -61,9 +59,9 @@ class Catalog:
             self._models.pop(self._names.pop(key, ""), None)
             return
         try:
-            manifest = _manifests.decode(entry.value)
+            manifest = registry.read_model(entry)
         except msgspec.MsgspecError as error:
-            _log.error("manifest_undecodable", key=key, seq=entry.revision, reason=str(error))
+            _log.error("manifest_unreadable", key=key, seq=entry.revision, reason=str(error))
             return
         before = self._models.get(manifest.name)
         if before is not None and before.manifest == manifest:

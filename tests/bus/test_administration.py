@@ -323,3 +323,35 @@ def test_nothing_in_the_trail_acts_on_a_terminal() -> None:
         result="refused", after={"note": "\x07"},
     )  # fmt: skip
     assert all(cell.isprintable() for cell in cli_audit._row(entry))
+
+
+async def test_a_record_that_the_server_was_made_to_copy_opens_nothing(world: World) -> None:
+    """Who may only read records names a key of another bucket as where it wants the answer, twice over."""
+    key_id, _ = await world.key(*ADMIN_SCOPES)
+    [(place, entry)] = (await world.bus.kv.all(topology.KEYS, f"{key_id}.*")).items()
+    await world.bus.publish(f"$KV.keys.{place}", entry.value)  # else its message id hinders a copy for two minutes
+    read = "$JS.API.DIRECT.GET.KV_{bucket}.$KV.{bucket}.{key}"
+    forged = f"key_forged.{PEPPERS.hashes(b'hr_of-the-thief')[0]}"
+    richer = ids.incarnation("richer")
+    record = await world.do.create_tenant(NewTenant(name=richer, monthly_budget_tokens=10**12))
+    await world.bus.publish(f"$KV.tenants.{subjects.encode(richer)}", msgspec.json.encode(record))
+    copies = (
+        (read.format(bucket="keys", key=place), "$KV.tenants.stolen"),
+        (read.format(bucket="tenants", key="stolen"), f"$KV.keys.{forged}"),
+        (read.format(bucket="tenants", key=richer), "$KV.models.stolen"),
+        (read.format(bucket="models", key="stolen"), f"$KV.tenants.{world.tenant}"),
+        (read.format(bucket="keys", key=place), "audit.v1.keys"),
+    )
+    for source, target in copies:
+        await world.bus.publish(source, b"", reply=target)
+        await asyncio.sleep(0.1)  # the copy of the next line is made of this one
+    for bucket, key in ((topology.KEYS, forged), (topology.TENANTS, world.tenant)):
+        copy = await world.bus.kv.get(bucket, key)
+        assert copy is not None and copy.value in (entry.value, msgspec.json.encode(record)), "the server has copied it"
+    assert await world.code("keys.create", "hr_of-the-thief", tenant=world.tenant) == "invalid_api_key"
+    assert "key_forged" not in {record.id for record in await registry.keys(world.bus)}
+    assert await registry.tenant(world.bus, world.tenant) is None
+    assert "stolen" not in {record.name for record in await registry.tenants(world.bus)}
+    assert await world.trail()
+    for bucket, key in ((topology.KEYS, forged), (topology.TENANTS, "stolen"), (topology.MODELS, "stolen")):
+        await world.bus.kv.delete(bucket, key)

@@ -205,7 +205,8 @@ class World:
         await self.bus.kv.put(topology.TENANTS, subjects.encode(record.name), encode(record))
 
     async def put_key(self, secret: str, record: KeyRecord) -> None:
-        await self.bus.kv.put(topology.KEYS, f"{record.id}.{digest(secret)}", encode(record))
+        record = msgspec.structs.replace(record, hash=digest(secret))
+        await self.bus.kv.put(topology.KEYS, f"{record.id}.{record.hash}", encode(record))
 
     async def put_model(self, manifest: Manifest) -> None:
         await self.bus.kv.put(topology.MODELS, subjects.encode(manifest.name), encode(manifest))

@@ -12,7 +12,16 @@ from contracts.asyncapi import CHANNELS, Channel
 from contracts.messages.base import Message
 
 NO_CHANNEL = {
-    *("encode", "decode", "form", "is_reply", "tenant_and_model_of_submit", "tenant_of_last_token", "scope_of_usage"),
+    *(
+        "encode",
+        "encode_or_empty",
+        "decode",
+        "form",
+        "is_reply",
+        "tenant_and_model_of_submit",
+        "tenant_of_last_token",
+        "scope_of_usage",
+    ),
     *(
         "requests_of",
         "bodies_of",
