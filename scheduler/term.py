@@ -147,7 +147,11 @@ class Term:
         asked = decoded(_status, message, "status_undecodable")
         if asked is not None and self._lease.held:
             tenant = subjects.tenant_of_last_token(message.subject)
-            self.feed(events.StatusAsked(tenant, asked.request_id, message, asked.reader, asked.stream_owner))
+            self.feed(
+                events.StatusAsked(
+                    tenant, asked.request_id, message, asked.reader, asked.stream_owner, asked.void_below
+                )
+            )
 
     def _on_queues(self, message: Incoming) -> None:
         if self._lease.held:

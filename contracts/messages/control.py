@@ -43,6 +43,8 @@ class StatusRequest(Message, frozen=True, kw_only=True):
     """
 
     request_id: str
+    void_below: int = 0
+    """The caller has seen nothing of the attempts below this one, and will not: after a loss the next may run."""
     reader: str = ""
     stream_owner: str = ""
 

@@ -135,6 +135,7 @@ class Relay:
         """No answer of the scheduler since the last frame."""
         self._status_asked_at_ms: int | None = None
         self._status_told_at_ms: int | None = None
+        self._told_void_below = 0
         self._unreachable_since_ms: int | None = None
         self._unknown_count = 0
 
@@ -159,8 +160,13 @@ class Relay:
         if self.finished:
             return NOTHING
         if not worker:
-            return self._on_scheduler_frame(frame, epoch)
+            return self._on_scheduler_frame(frame, epoch, now_ms)
         return self._on_worker_frames(worker, frame.attempt, [frame], now_ms)
+
+    @property
+    def void_below(self) -> int:
+        """Of attempts below this one the caller has seen nothing, and will see nothing."""
+        return self._floor
 
     def on_frames_answer(self, worker: str, attempt: int, answer: FramesAnswer | None, now_ms: int) -> Effects:
         """Answer to ``AskFrames``; None: the worker was not reached."""
@@ -199,7 +205,7 @@ class Relay:
         self._silence_ms = min(max(self._silence_ms, self._settings.silence_ms) * 2, self._settings.silence_ms_max)
         if answer.state in ("dispatched", "running") and answer.worker:
             return self._look_at(answer.attempt, answer.worker, now_ms)
-        return NOTHING
+        return self._void_below(answer.attempt, _error("lost")) or self._tell_void(now_ms)
 
     def on_tick(self, now_ms: int) -> Effects:
         """Time has passed; call it every 250 ms to 1 s."""
@@ -216,11 +222,10 @@ class Relay:
             if self._may_ask(generation, now_ms):
                 effects.append(self._ask_frames(generation, now_ms))
         if self._status_due(now_ms):
-            self._status_asked_at_ms = now_ms
-            effects.append(AskStatus())
+            effects.append(self._ask_status(now_ms))
         return effects
 
-    def _on_scheduler_frame(self, frame: Frame, epoch: Epoch) -> Effects:
+    def _on_scheduler_frame(self, frame: Frame, epoch: Epoch, now_ms: int) -> Effects:
         if epoch < self._epoch:
             return NOTHING
         self._epoch = epoch
@@ -231,11 +236,11 @@ class Relay:
                 end = _end_of(frame.data)
                 # What was completed ends by the worker's own frame, after all its chunks.
                 return self._finish(end) if end.outcome == "cancelled" else NOTHING
-            if frame.kind == "lost" and frame.attempt >= self._floor:
+            if frame.kind == "lost":
                 lost = _error("lost")
-                if not _lost_of(frame.data).retry:
-                    return self._fail(lost)
-                return self._void_below(frame.attempt + 1, lost)
+                if _lost_of(frame.data).retry:
+                    return self._void_below(frame.attempt + 1, lost) or self._tell_void(now_ms, again=True)
+                return self._fail(lost) if frame.attempt >= self._floor else NOTHING
         except msgspec.MsgspecError:
             return self._fail(_broken("The scheduler sent a malformed frame."))
         return NOTHING
@@ -401,6 +406,21 @@ class Relay:
             told_at_ms = self._status_told_at_ms
             return told_at_ms is None or now_ms - told_at_ms >= self._settings.joined_status_ms
         return now_ms - self._quiet_since_ms >= self._silence_ms
+
+    def _ask_status(self, now_ms: int) -> AskStatus:
+        self._status_asked_at_ms = now_ms
+        self._told_void_below = self._floor
+        return AskStatus()
+
+    def _tell_void(self, now_ms: int, *, again: bool = False) -> Effects:
+        """The scheduler waits for word that a stream has shown nothing of the attempts below; a question carries it.
+
+        ``again``: it may not have had what was told.
+        """
+        told = self._told_void_below == self._floor and not (again and self._status_asked_at_ms is None)
+        if told or not self._stream or self._floor == 1:
+            return NOTHING
+        return (self._ask_status(now_ms),)
 
     def _void_below(self, attempt: int, error: ErrorData) -> Effects:
         """Attempts below ``attempt`` are void; fails with ``error`` when the caller has seen some of one."""

@@ -282,9 +282,10 @@ class Subscriber:
                 stream.wanted.clear()
 
     def _about(self, stream: RelayedStream) -> StatusRequest:
+        question = StatusRequest(request_id=stream.request_id, void_below=stream.relay.void_below)
         if not stream.relay.joined:
-            return StatusRequest(request_id=stream.request_id)
-        return StatusRequest(request_id=stream.request_id, reader=stream.name, stream_owner=self.stream_owner)
+            return question
+        return msgspec.structs.replace(question, reader=stream.name, stream_owner=self.stream_owner)
 
     def _answered(
         self, stream: RelayedStream, ask: AskFrames | AskStatus, answer: FramesAnswer | StatusAnswer | None, now: float

@@ -261,6 +261,8 @@ class Core(Lifecycle):
             request.attempt = event.attempt
             outcomes.count(request, event, self.pool.beats)
             if outcomes.may_retry(request, event):
+                if outcomes.may_have_been_seen(request, event):
+                    self.clear(request, event)
                 return
         self.leave_queue(request)
         self.settle(request, event)
@@ -306,6 +308,9 @@ class Core(Lifecycle):
         request = self.requests.get(event.request_id)
         if request is not None and request.tenant == event.tenant and len(request.readers or ()) < READERS_MAX:
             self.read_by(request, event.reader, event.stream_owner)
+        may_clear = request is not None and request.tenant == event.tenant and request.id in self.clearing
+        if request is not None and may_clear and event.void_below > request.attempt:
+            self.cleared(request)
         self.do(events.AnswerStatus(event.handle, views.status(self, event.tenant, event.request_id)))
 
     def _worker_seen(self, event: events.WorkerSeen) -> None:
@@ -391,7 +396,8 @@ class Core(Lifecycle):
         while self.deadlines and self.deadlines[0][0] <= now:
             _, request_id = heapq.heappop(self.deadlines)
             request = self.requests.get(request_id)
-            if request is not None and request.state is State.QUEUED and request.envelope.deadline_at_ms <= now:
+            waits = request is not None and request.state in (State.QUEUED, State.CLEARING)
+            if request is not None and waits and request.envelope.deadline_at_ms <= now:
                 self.expire(request)
         while self._expiries and self._expiries[0][0] <= now:
             _, request_id = heapq.heappop(self._expiries)
@@ -400,6 +406,7 @@ class Core(Lifecycle):
                 self.expire_reservation(request)
         self._withdraw_lost_work()
         self._look_for_missed_ends()
+        self.clear_again()
         for request_id in list(self.cancelling):
             request = self.requests[request_id]
             repeat_at = request.cancel_sent_at_ms + self.settings.cancel_repeat_ms

@@ -118,6 +118,7 @@ class StatusAsked(Event, frozen=True):
     handle: Any
     reader: str = ""
     stream_owner: str = ""
+    void_below: int = 0
 
 
 class WorkerSeen(Event, frozen=True):

@@ -5,6 +5,7 @@ core's (``core``); what is made of an earlier owner's requests is ``takeover``'s
 """
 
 import heapq
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,6 +30,14 @@ from scheduler.core.worker_pool import Worker, WorkerPool, lane
 
 UNHEARD = ""
 """In the place of the readers who joined a request under an earlier owner, until they have had time to say so again."""
+
+
+class Clearing(NamedTuple):
+    """A lost attempt of a stream: since when, and when last, its stream owner is asked what its caller has seen."""
+
+    event: AttemptEvent
+    since_ms: int
+    asked_at_ms: int
 
 
 class Lifecycle:
@@ -66,6 +75,8 @@ class Lifecycle:
         """Requests whose cancel is repeated at their worker."""
         self.deferred: dict[str, tuple[Outcome, str, str]] = {}
         """Ends of waiting requests, put off while ``recovering``."""
+        self.clearing: dict[str, Clearing] = {}
+        """Of the requests in this state."""
         self._worker_freed = False
         self.now_ms = now_ms
         """Of the present step, Unix ms."""
@@ -147,6 +158,7 @@ class Lifecycle:
 
     def leave_queue(self, request: Request) -> None:
         """It waits no longer."""
+        self.clearing.pop(request.id, None)
         self.queue.remove(request.id)
         self.admission.count_waiting(request, -1, self.now_ms)
 
@@ -312,8 +324,12 @@ class Lifecycle:
                 self.end_waiting(request, "cancelled", "cancelled", cancelled(request))
                 return
             if outcomes.may_retry(request, event):
-                self._send_frame(request, "lost", msgspec.json.encode(LostData(retry=True)))
-                self._retry(request)
+                if outcomes.may_have_been_seen(request, event):
+                    self.admission.count_waiting(request, 1, self.now_ms)
+                    self.clear(request, event)
+                else:
+                    self._send_lost(request, event)
+                    self._retry(request)
                 return
         self.settle(request, event)
 
@@ -321,6 +337,37 @@ class Lifecycle:
         request.advance(Trigger.RETRIED, self.now_ms)
         self.admission.count_waiting(request, 1, self.now_ms)
         self._enqueue(request)
+
+    def clear(self, request: Request, event: AttemptEvent) -> None:
+        """Its caller may have had text that no heartbeat told of: what it saw only its stream owner knows."""
+        if request.state is not State.CLEARING:
+            request.advance(Trigger.LOST, self.now_ms)
+        self.queue.remove(request.id)
+        heapq.heappush(self.deadlines, (request.envelope.deadline_at_ms, request.id))
+        self.clearing[request.id] = Clearing(event, self.now_ms, self.now_ms)
+        self._send_lost(request, event)
+
+    def cleared(self, request: Request) -> None:
+        """Its caller has seen nothing of the attempts so far, and will not: another may follow."""
+        del self.clearing[request.id]
+        request.advance(Trigger.RETRIED, self.now_ms)
+        self._enqueue(request)
+        self.dispatch()
+
+    def clear_again(self) -> None:
+        """Repeat the question; who sends no heartbeats is given up in time."""
+        for request_id, clearing in list(self.clearing.items()):
+            request = self.requests[request_id]
+            bare = not request.envelope.stream_owner and not self.recovering
+            if bare and self.now_ms - clearing.since_ms >= self.settings.clearing_ms_max:
+                self.leave_queue(request)
+                self.settle(request, clearing.event)
+            elif self.now_ms - clearing.asked_at_ms >= self.settings.cancel_repeat_ms:
+                self.clearing[request_id] = clearing._replace(asked_at_ms=self.now_ms)
+                self._send_lost(request, clearing.event)
+
+    def _send_lost(self, request: Request, event: AttemptEvent) -> None:
+        self._send_frame(request, "lost", msgspec.json.encode(LostData(retry=True)), attempt=event.attempt)
 
     def _release(self, request: Request, *, served: int, died: bool = False) -> None:
         """The attempt no longer runs: its worker has room again, its tenant is charged for ``served`` tokens only."""
@@ -391,10 +438,11 @@ class Lifecycle:
         for owner in {request.envelope.stream_owner, *(request.readers or {}).values()}:
             self.stream_owners.discard(owner, request.id)
 
-    def _send_frame(self, request: Request, kind: FrameKind, data: bytes) -> None:
+    def _send_frame(self, request: Request, kind: FrameKind, data: bytes, *, attempt: int | None = None) -> None:
         reply = request.envelope.reply
         if reply.subject:
-            frame = Frame(stream=reply.stream, attempt=request.open_attempt, seq=-1, kind=kind, data=msgspec.Raw(data))
+            number = request.open_attempt if attempt is None else attempt
+            frame = Frame(stream=reply.stream, attempt=number, seq=-1, kind=kind, data=msgspec.Raw(data))
             self.do(events.SendFrame(reply.subject, frame))
 
     def cancel(self, request: Request, reason: str) -> None:

@@ -47,6 +47,11 @@ def may_retry(request: Request, event: AttemptEvent) -> bool:
     )
 
 
+def may_have_been_seen(request: Request, event: AttemptEvent) -> bool:
+    """Whether the caller may have had text that the void ``event`` does not count: its worker told of none in time."""
+    return request.envelope.stream and event.outcome == "lost"
+
+
 def count(request: Request, event: AttemptEvent, beats: int) -> None:
     """Count the void ``event``; ``beats``: loopback heartbeats so far.
 

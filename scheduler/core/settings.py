@@ -18,6 +18,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     pickup_timeout_ms: int = 15_000
     """An attempt in WORK that its worker, heard and ready, does not have in flight by then is given to another.
     It happens only when something was lost on the way; a worker pulls within milliseconds."""
+    clearing_ms_max: int = 10_000
+    """How long a stream owner that sends no heartbeats may take to say that its caller has seen nothing."""
     end_overdue_ms: int = 2_000
     """An attempt that its worker no longer has, and of which no end was told for so long, is looked up in ATTEMPTS:
     an end follows its storage within milliseconds."""

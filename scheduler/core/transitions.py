@@ -21,6 +21,8 @@ class State(enum.StrEnum):
     """Its worker has told of a token."""
     ENDING = "ending"
     """An end of the present attempt was asked for; ATTEMPTS has not said which one is stored."""
+    CLEARING = "clearing"
+    """A stream's last attempt was lost; the next follows once its stream owner says that the caller saw nothing."""
     SETTLED = "settled"
 
 
@@ -36,6 +38,8 @@ class Trigger(enum.StrEnum):
     GENERATING = "generating"
     """Its worker has told of the first token."""
     END_PROPOSED = "end proposed"
+    LOST = "lost"
+    """The attempt's stored end is lost, and its caller may have seen what nobody else knows of."""
     RETRIED = "retried"
     """The attempt's stored end is void, and another attempt follows."""
     ADOPTED = "adopted"
@@ -46,7 +50,7 @@ class Trigger(enum.StrEnum):
     """Its last end is stored, or its reservation has expired."""
 
 
-WAITING = (State.ADMITTED, State.QUEUED)
+WAITING = (State.ADMITTED, State.QUEUED, State.CLEARING)
 """States that count against queue limits."""
 
 WITH_WORKER = (State.DISPATCHING, State.DISPATCHED, State.RUNNING)
@@ -60,27 +64,36 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (State.ADMITTED, Trigger.END_PROPOSED): State.ENDING,
     (State.ADMITTED, Trigger.SETTLED): State.SETTLED,
     (State.QUEUED, Trigger.PLACED): State.DISPATCHING,
+    (State.QUEUED, Trigger.LOST): State.CLEARING,
     (State.QUEUED, Trigger.ADOPTED): State.DISPATCHED,
     (State.QUEUED, Trigger.END_PROPOSED): State.ENDING,
     (State.QUEUED, Trigger.SETTLED): State.SETTLED,
     (State.DISPATCHING, Trigger.WORK_STORED): State.DISPATCHED,
     (State.DISPATCHING, Trigger.GENERATING): State.RUNNING,
     (State.DISPATCHING, Trigger.END_PROPOSED): State.ENDING,
+    (State.DISPATCHING, Trigger.LOST): State.CLEARING,
     (State.DISPATCHING, Trigger.RETRIED): State.QUEUED,
     (State.DISPATCHING, Trigger.SETTLED): State.SETTLED,
     (State.DISPATCHED, Trigger.GENERATING): State.RUNNING,
     (State.DISPATCHED, Trigger.ADOPTED): State.DISPATCHED,
     (State.DISPATCHED, Trigger.END_PROPOSED): State.ENDING,
+    (State.DISPATCHED, Trigger.LOST): State.CLEARING,
     (State.DISPATCHED, Trigger.RETRIED): State.QUEUED,
     (State.DISPATCHED, Trigger.SETTLED): State.SETTLED,
     (State.RUNNING, Trigger.WORK_STORED): State.RUNNING,
     (State.RUNNING, Trigger.ADOPTED): State.DISPATCHED,
     (State.RUNNING, Trigger.END_PROPOSED): State.ENDING,
+    (State.RUNNING, Trigger.LOST): State.CLEARING,
     (State.RUNNING, Trigger.RETRIED): State.QUEUED,
     (State.RUNNING, Trigger.SETTLED): State.SETTLED,
     (State.ENDING, Trigger.ADOPTED): State.DISPATCHED,
+    (State.ENDING, Trigger.LOST): State.CLEARING,
     (State.ENDING, Trigger.RETRIED): State.QUEUED,
     (State.ENDING, Trigger.SETTLED): State.SETTLED,
+    (State.CLEARING, Trigger.RETRIED): State.QUEUED,
+    (State.CLEARING, Trigger.ADOPTED): State.DISPATCHED,
+    (State.CLEARING, Trigger.END_PROPOSED): State.ENDING,
+    (State.CLEARING, Trigger.SETTLED): State.SETTLED,
 }
 """(state, what happened) -> next state."""
 

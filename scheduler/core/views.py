@@ -13,6 +13,7 @@ _SHOWN: dict[State, RequestState] = {
     State.DISPATCHED: "dispatched",
     State.RUNNING: "running",
     State.ENDING: "running",
+    State.CLEARING: "queued",
 }
 
 
@@ -20,7 +21,7 @@ def status(life: Lifecycle, tenant: str, request_id: str) -> StatusAnswer:
     """What ``tenant`` may know of a request; another tenant's is unknown to it."""
     request = life.requests.get(request_id)
     if request is not None and request.tenant == tenant:
-        return StatusAnswer(state=_SHOWN[request.state], attempt=request.attempt, worker=request.worker)
+        return StatusAnswer(state=_SHOWN[request.state], attempt=request.open_attempt, worker=request.worker)
     ended = life.tombstones.ended(request_id)
     if request is None and ended is not None and ended.event.tenant == tenant:
         event = ended.event

@@ -179,11 +179,11 @@ def feed(world: "World", rid: str, op: Op) -> None:
                     cancel(world, rid, MAY_STILL_RUN[code])
             case ("status?",):
                 _put_question(world, rid, ("status?",))
-                schedulers.ask_all(world, "status?", rid)
+                schedulers.ask_all(world, "status?", rid, world.parts.relay.facts[state][1])
             case ("frames?", worker, attempt, from_seq):
                 _put_question(world, rid, output)
                 world.send(("frames?", "", rid, worker, attempt, from_seq))
-    if outputs and outputs[-1][0] not in ("finish", "fail") and world.parts.relay.facts[state]:
+    if outputs and outputs[-1][0] not in ("finish", "fail") and world.parts.relay.facts[state][0]:
         raise Violation("exactly one ending", f"{rid}: the relay has finished without a word")
 
 

@@ -133,6 +133,14 @@ class BillingWorker(WorkerCore):
         super()._cancel(key, asker, "client_cancelled")
 
 
+class HurriedCore(Core):
+    """Tries a lost stream again without a word of what its caller has seen."""
+
+    def clear(self, request: Request, event: AttemptEvent) -> None:
+        super().clear(request, event)
+        self.cleared(request)
+
+
 class TrustingCore(Core):
     """Believes that it is told of every end."""
 

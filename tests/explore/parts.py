@@ -170,7 +170,7 @@ class Parts:
         self._relay = relay
         self.core = Automaton("scheduler", _step_core, _core_facts, _pack_core, _unpack_core)
         self.worker = Automaton("worker", _step_worker, _worker_facts)
-        self.relay = Automaton("relay", _step_relay, lambda relay: relay.finished)
+        self.relay = Automaton("relay", _step_relay, lambda relay: (relay.finished, relay.void_below))
         self._marks: dict[tuple[Any, int], int] = {}
 
     def mark(self, value: Any, now: int, shape: Callable[[Any, int, "Parts"], Any]) -> int:
@@ -263,8 +263,8 @@ def _core_event(op: Op) -> events.Event:
             return events.CancelAsked(TENANT, CANCEL.decode(data), rid)
         case ("controlled", rid, attempt, data):
             return events.ControlAnswered(rid, attempt, CONTROLLED.decode(data))
-        case ("status", rid):
-            return events.StatusAsked(TENANT, rid, rid)
+        case ("status", rid, void_below):
+            return events.StatusAsked(TENANT, rid, rid, void_below=void_below)
         case ("beat", _, data):
             return events.WorkerSeen(BEAT.decode(data))
         case ("stream_owner", _, data):

@@ -43,7 +43,11 @@ DRAINS = Scenario("drains", (True,), leaves=0, only=("drain",))
 BROKEN: dict[str, tuple[Parts, Scenario, set[str]]] = {
     "repeating": (Parts(worker=mutants.RepeatingWorker), STREAM, {"a worker starts an attempt once"}),
     "deaf": (Parts(worker=mutants.DeafWorker), STREAM, {"a confirmed cancel holds"}),
-    "fenceless": (Parts(relay=mutants.FencelessRelay), STREAM, {"attempts are never concatenated"}),
+    "fenceless": (
+        Parts(relay=mutants.FencelessRelay),
+        STREAM,
+        {"attempts are never concatenated", "no retry of what was seen"},
+    ),
     "stubborn": (Parts(core=mutants.StubbornCore), STREAM, {"no retry after tokens"}),
     "forgetful": (
         Parts(core=mutants.ForgetfulCore),
@@ -61,6 +65,7 @@ BROKEN: dict[str, tuple[Parts, Scenario, set[str]]] = {
     "silent on a stream": (Parts(relay=mutants.SilentRelay), STREAM, {"no request fails in vain"}),
     "silent on an answer": (Parts(relay=mutants.SilentRelay), ANSWER, {"no request fails in vain"}),
     "billing": (Parts(worker=mutants.BillingWorker), STREAM, {"nobody pays for our failures"}),
+    "hurried": (Parts(core=mutants.HurriedCore), STREAM, {"no retry of what was seen"}),
     "trusting": (Parts(core=mutants.TrustingCore), ANSWER, {"everything comes to its end"}),
     "counting": (Parts(core=mutants.CountingCore), DRAINS, {"no request fails in vain"}),
     "epochless": (Parts(work_id=mutants.work_id_without_epoch), LATE_WORK, {"what is dispatched reaches its worker"}),

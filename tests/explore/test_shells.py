@@ -293,7 +293,7 @@ def samples(seed: int) -> dict[tuple[str, ...], list[Sample]]:
                 world = world.after(choose.choice(wrong or world.actions()))
             if (owner := world.owner()) is not None:  # Nobody asks for a status while frames come.
                 for asked in world.gate.asked:
-                    schedulers.feed(world.clone(), world.scheds.index(owner), ("status", asked.rid))
+                    schedulers.feed(world.clone(), world.scheds.index(owner), ("status", asked.rid, 1))
     return found
 
 

@@ -161,6 +161,9 @@ class World:
                 raise Violation("nothing follows an end", f"{rid} attempt {attempt} after {event.outcome} of {number}")
             if stream and event.completion_tokens:
                 raise Violation("no retry after tokens", f"{rid} attempt {attempt} after a token of {number}")
+        text = [msgspec.json.decode(data) for data in gateway.find(self, rid).text]
+        if any(stream and shown < attempt for shown, *_ in text):
+            raise Violation("no retry of what was seen", f"{rid} attempt {attempt} after {text}")
         if attempt > 1 and all(number != attempt - 1 for number, _ in self.ends_of(rid)):
             raise Violation("an attempt ends before the next", f"{rid} attempt {attempt}")
 

@@ -144,9 +144,13 @@ class Shell:
         await registry.put_manifest(self.bus, MANIFEST)
         await self.bus.subscribe("reply.v1.test", self._on_reply)
 
-    def _on_reply(self, incoming: Incoming) -> None:
+    async def _on_reply(self, incoming: Incoming) -> None:
         message = msgspec.json.decode(incoming.data, type=ReplyMessage)
         self.frames += [(message.epoch, frame) for frame in message.frames]
+        for frame in message.frames:
+            if frame.kind == "lost":  # Nothing of it was seen.
+                question = StatusRequest(request_id=frame.stream, void_below=frame.attempt + 1)
+                await self.bus.publish(subjects.status(MODEL, TENANT), msgspec.json.encode(question))
 
     async def close(self) -> None:
         for worker in self.workers:

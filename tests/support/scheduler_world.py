@@ -103,6 +103,8 @@ class World:
         self.answers: dict[str, AdmissionAnswer] = {}
         self.frames: dict[str, list[Frame]] = {}
         self.quarantined: dict[str, events.Quarantine] = {}
+        self.seen: set[str] = set()
+        """Streams whose callers have seen text that no heartbeat told of."""
         self.cancel_answers: list[CancelAnswer] = []
         self.asked: dict[str, AdmissionRequest] = {}
         self.unpublished: list[str] = []
@@ -203,6 +205,8 @@ class World:
                 self.cancel_answers.append(answer)
             case events.SendFrame(_, frame):
                 self.frames.setdefault(frame.stream, []).append(frame)
+                if frame.kind == "lost" and frame.stream not in self.seen:
+                    self.pending.append(lambda: self.clear(frame))
             case events.AckRequest(seq):
                 self.pending.append(lambda: self.requests.pop(seq, None))
             case events.DeleteWork(seq):
@@ -220,6 +224,11 @@ class World:
                 self.pending.append(lambda: self.read_end(request_id, attempt))
             case events.SendControl(worker, order):
                 self.pending.append(lambda: self.control(worker, order))
+
+    def clear(self, lost: Frame) -> None:
+        """The stream owner says that its caller has seen nothing of the lost attempt."""
+        tenant = self.asked[lost.stream].tenant
+        self.feed(events.StatusAsked(tenant, lost.stream, None, void_below=lost.attempt + 1))
 
     def check_limits(self, tenant: str) -> None:
         """Right after an admission no limit is exceeded."""

@@ -160,13 +160,30 @@ def test_before_a_chunk_was_shown_the_next_attempt_answers_alone() -> None:
     relay = new()
     relay.on_frame("w", frame(1, 0, "accepted"), 1)
     relay.on_frame("w", chunk(1, 2, "late"), 1)  # Held behind a gap: the caller saw nothing.
-    assert relay.on_frame("", lost(1, True), 2) == ()
+    assert relay.on_frame("", lost(1, True), 2) == (AskStatus(),) and relay.void_below == 2
     assert not relay.on_frame("w", chunk(1, 1, "zombie"), 3)
     assert not relay.on_frame("w", end(1, 3), 3)
     assert texts(relay.on_frame("v", chunk(2, 0, "clean"), 4)) == ["clean"]
     assert not relay.on_frame("w", chunk(1, 1, "zombie"), 5)
     assert not relay.on_frame("", lost(1, True), 5)
     assert relay.on_frame("v", end(2, 1), 6) == [Finish(_END)]
+
+
+def test_that_nothing_was_seen_is_told_until_the_scheduler_knows_it() -> None:
+    """By the question that follows a loss; again when the loss is told again, or a status shows another attempt."""
+    relay = new()
+    assert relay.on_frame("", lost(1, True), 1) == (AskStatus(),)
+    assert not relay.on_frame("", lost(1, True), 2), "a question is open that carries it"
+    assert not relay.on_status(StatusAnswer(state="queued", attempt=2), 3), "it knows"
+    assert relay.on_frame("", lost(1, True), 4) == (AskStatus(),)
+    assert relay.on_status(StatusAnswer(state="queued", attempt=3), 5) == (AskStatus(),) and relay.void_below == 3
+    assert not relay.on_status(StatusAnswer(state="queued", attempt=3), 6)
+
+
+def test_a_status_that_voids_what_was_shown_ends_the_stream() -> None:
+    relay = new()
+    relay.on_frame("w", chunk(1, 0), 1)
+    assert fail_code(relay.on_status(StatusAnswer(state="queued", attempt=2), 2)) == "worker_lost"
 
 
 def test_the_same_worker_may_hold_the_next_attempt() -> None:
@@ -201,7 +218,7 @@ def test_the_schedulers_error_ends_any_stream() -> None:
 def test_frames_of_a_deposed_scheduler_are_dropped() -> None:
     relay = new()
     error = ErrorData(code="deadline_exceeded", message="late")
-    assert not relay.on_frame("", lost(1, True), 1, Epoch(5, 2))
+    assert relay.on_frame("", lost(1, True), 1, Epoch(5, 2)) == (AskStatus(),)
     assert not relay.on_frame("", frame(2, -1, "error", error), 2, Epoch(5, 1))
     assert relay.on_frame("", frame(2, -1, "error", error), 2, Epoch(6, 1)) == (Fail(error),)
 

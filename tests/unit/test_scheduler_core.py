@@ -206,6 +206,67 @@ def test_a_lost_worker_before_the_first_token_gives_a_second_attempt() -> None:
     assert len(made.work) == 1, "the lost attempt's message is gone"
 
 
+def lost_unseen_or_not(made: World, **fields: object) -> str:
+    """A stream whose worker died between its first token and its next heartbeat; the caller has seen text."""
+    request_id = made.submit(**fields)
+    made.seen.add(request_id)
+    worker = made.ready_worker()
+    made.run_pending()
+    made.pull(worker)
+    worker.alive = False
+    for _ in range(8):
+        made.feed(events.StreamOwnerSeen(StreamOwnerHeartbeat(stream_owner="_gw.g")))
+        made.silence(1)
+    made.ready_worker()
+    made.run_pending()
+    assert made.core.requests[request_id].state is State.CLEARING
+    return request_id
+
+
+def test_nothing_runs_again_whose_text_was_seen_and_told_by_no_heartbeat() -> None:
+    made = World()
+    request_id = lost_unseen_or_not(made, stream_owner="_gw.g")
+    for _ in range(10):
+        made.feed(events.StreamOwnerSeen(StreamOwnerHeartbeat(stream_owner="_gw.g")))
+        made.pass_time(500)
+    assert len([frame for frame in made.frames[request_id] if frame.kind == "lost"]) > 3, "it is asked again"
+    made.feed(events.StatusAsked("t0", request_id, None, void_below=1))
+    made.feed(events.StatusAsked("stranger", request_id, None, void_below=2))
+    assert made.core.requests[request_id].state is State.CLEARING
+    made.feed(events.CancelAsked("t0", CancelRequest(request_id=request_id, reason="worker_lost"), None))
+    made.run_pending()
+    assert not made.core.requests and made.attempts[(request_id, 2)].outcome == "cancelled"
+    assert not made.attempts[(request_id, 2)].billable and not made.attempts[(request_id, 1)].billable
+
+
+def test_a_takeover_asks_again_what_was_seen() -> None:
+    made = World()
+    request_id = lost_unseen_or_not(made, stream_owner="_gw.g")
+    take_over(made)
+    assert made.core.requests[request_id].state is State.CLEARING
+    made.seen.clear()
+    for _ in range(4):
+        made.pass_time(500)
+    assert made.core.requests[request_id].attempt == 2 and not made.core.clearing
+
+
+def test_who_sends_no_heartbeats_and_says_nothing_of_what_was_seen_is_told_of_the_loss() -> None:
+    made = World()
+    request_id = lost_unseen_or_not(made)
+    for _ in range(24):
+        made.pass_time(500)
+    assert not made.core.requests
+    assert ERROR.decode(made.frames[request_id][-1].data).code == "worker_lost"
+
+
+def test_the_deadline_passes_while_nobody_says_what_was_seen() -> None:
+    made = World()
+    request_id = lost_unseen_or_not(made, deadline_ms=9_000)
+    for _ in range(14):
+        made.pass_time(500)
+    assert not made.core.requests and made.attempts[(request_id, 2)].outcome == "expired"
+
+
 def test_a_lost_worker_after_tokens_ends_a_stream_and_repeats_a_gathered_answer() -> None:
     for stream in (True, False):
         made = World()
