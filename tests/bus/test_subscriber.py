@@ -183,7 +183,7 @@ async def test_a_silent_stream_is_asked_about_and_its_lost_tail_repaired(subscri
     await peer.send(stream, "0", "1", END, lose=(1, 2))
     await until(lambda: stream.ends)
     assert (stream.texts, stream.ends) == (["0", "1"], [END])
-    assert peer.asked_status == [StatusRequest(request_id="r-s")]
+    assert peer.asked_status == [StatusRequest(request_id="r-s", void_below=1)]
 
 
 async def test_nothing_is_asked_about_a_request_without_an_id(subscriber: Subscriber, peer: Peer) -> None:

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from tests.explore.world import World
 
 
+HOUR_MS = 3_600_000
+
+
 def faults(world: "World", before: "World | None") -> Iterator[Action]:
     """All that may go wrong now, and could not go wrong in ``before``, one step earlier, to the same end.
 
@@ -32,6 +35,8 @@ def faults(world: "World", before: "World | None") -> Iterator[Action]:
         if message[0] not in ("admission", "status", "frames", "cancelled"):  # A late answer is nobody's: lost.
             yield "delay", message
             yield "double", message
+    if not world.restored and (gate or slots):
+        yield ("restore",)
     moved = before is None or fresh or world.work is not before.work
     yield from _of_schedulers(world, slots, moved=moved)
     yield from _of_workers(world, before if not fresh else None, moved=moved)
@@ -54,6 +59,7 @@ def _of_schedulers(world: "World", slots: list[int], *, moved: bool) -> Iterator
             yield "sweep", slot
         if slot not in slots:
             continue
+        yield "step clock", slot, 0 if world.walls[slot] else HOUR_MS
         yield "crash", sched.name
         yield "freeze", sched.name
         for effect in dict.fromkeys(sched.todo):
@@ -246,6 +252,18 @@ def _garble_end(world: "World", slot: int, key: Key) -> None:
     world.garbled |= {key}
 
 
+def _step_clock(world: "World", slot: int, off_ms: int) -> None:
+    """Somebody sets the wall clock of a scheduler's host."""
+    world.walls = tuple([off_ms if n == slot else off for n, off in enumerate(world.walls)])
+
+
+def _restore(world: "World") -> None:
+    """What was admitted or asked for until now may be lost."""
+    if any(asked.phase in ("storing", "stored") for asked in world.gate.asked):
+        world.harm = 2
+    world.restore()
+
+
 def _redeliver_work(world: "World", slot: int) -> None:
     """After a reconnect the consumer is made anew: all that is not acknowledged comes again."""
     world.set_worker(slot, delivered=frozenset())
@@ -284,6 +302,8 @@ _FAULTS: dict[str, Callable[..., None]] = {
     "delay beat": _delay_beat,
     "miss end": _miss_end,
     "garble end": _garble_end,
+    "restore": _restore,
+    "step clock": _step_clock,
     "sweep": schedulers.sweep,
 }
 

@@ -141,6 +141,14 @@ class HurriedCore(Core):
         self.cleared(request)
 
 
+class HumbleCore(Core):
+    """Stays below the epoch of workers that an owner of before a restore has met."""
+
+    def _worker_seen(self, event: events.WorkerSeen) -> None:
+        super()._worker_seen(event)
+        self.effects = [effect for effect in self.effects if not isinstance(effect, events.RiseAbove)]
+
+
 class TrustingCore(Core):
     """Believes that it is told of every end."""
 
@@ -154,6 +162,11 @@ class CountingCore(Core):
     def decide(self, request: Request, event: AttemptEvent) -> None:
         request.counted += event.given_back
         super().decide(request, event)
+
+
+def wall_clock(now: int, wall_is_off: int) -> int:
+    """Whoever sets the host's clock sets the scheduler's."""
+    return now + wall_is_off
 
 
 def work_id_without_epoch(item: WorkItem) -> str:

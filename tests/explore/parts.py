@@ -152,6 +152,11 @@ class Automaton:
         return len(self._blobs)
 
 
+def steady_clock(now: int, wall_is_off: int) -> int:
+    """As production has it: the bus's time at the beginning of the term, and what has passed since."""
+    return now
+
+
 class Parts:
     """The three automata; mutants take the place of the production cores."""
 
@@ -162,9 +167,12 @@ class Parts:
         worker: type[WorkerCore] = WorkerCore,
         relay: type[Relay] = Relay,
         work_id: Callable[[WorkItem], str] = work_id,
+        clock: Callable[[int, int], int] = steady_clock,
     ) -> None:
+        self.clock = clock
+        """What a scheduler takes for the time, from the time and how far its wall clock is off."""
         self.work_id = work_id
-        self.limited = False
+        self.limits = TenantLimits()
         self._core = core
         self._worker = worker
         self._relay = relay
@@ -185,9 +193,8 @@ class Parts:
         core = self._core(
             model="m", owner=owner, epoch=Epoch(1, revision), manifest=MANIFEST, settings=SETTINGS, now_ms=now
         )
-        made = Owner(core, TokenLedger() if self.limited else None)
-        limits = LIMITS if self.limited else TenantLimits()
-        _take_in(made, events.TenantChanged(TENANT, TenantRecord(name=TENANT, limits=limits)), now)
+        made = Owner(core, TokenLedger() if self.limits is LIMITS else None)
+        _take_in(made, events.TenantChanged(TENANT, TenantRecord(name=TENANT, limits=self.limits)), now)
         return self.core.add(made)
 
     def new_worker(self) -> int:

@@ -127,7 +127,7 @@ class Scenario(NamedTuple):
     """``streams``: for each request whether it streams. ``faults``, ``leaves``: at most so many in a history.
 
     ``poison``: engines die of the requests, at their first step. ``limited``: the tenant has rate limits.
-    ``only``: faults that are tried; empty: all of them.
+    ``concurrency``: how many requests the tenant may have open. ``only``: faults that are tried; empty: all of them.
     """
 
     name: str
@@ -136,4 +136,5 @@ class Scenario(NamedTuple):
     leaves: int = 1
     poison: bool = False
     limited: bool = False
+    concurrency: int | None = None
     only: tuple[str, ...] = ()

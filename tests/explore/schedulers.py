@@ -68,7 +68,7 @@ def _may_go_on(world: "World", sched: Sched) -> bool:
 def feed(world: "World", slot: int, op: Op) -> None:
     """Step the core and start its effects."""
     sched = world.scheds[slot]
-    state, outputs = world.parts.core.step(sched.state, op, world.now)
+    state, outputs = world.parts.core.step(sched.state, op, world.clock(slot))
     todo = list(sched.todo)
     for output in outputs:
         match output:
@@ -78,8 +78,10 @@ def feed(world: "World", slot: int, op: Op) -> None:
                 world.send(("cancelled", "", rid, data))
             case ("control", worker, data):
                 world.send(("control", slot, sched.epoch, worker, data))
-            case ("rise", _):
-                pass  # A deposed owner's, who may not: nothing is restored here.
+            case ("rise", epoch):
+                if world.held(sched):
+                    world.risen = max(world.risen, epoch)
+                    world.lease = (world.lease[0], world.now - TICK_MS)  # The term ends.
             case ("frame", rid, data):
                 world.send(("frame", f"{sched.name}.{sched.epoch}", rid, "", sched.epoch, data))
             case _:
@@ -136,11 +138,11 @@ def answer_order(world: "World", asker: Op, answer: bytes) -> Key | None:
 def _acquire(world: "World", slot: int) -> None:
     """The lease is free: a term begins by hearing heartbeats and reading WORK."""
     sched = world.scheds[slot]
-    world.lease = (world.lease[0] + 1, world.now)
+    world.lease = (max(world.lease[0], world.risen) + 1, world.now)
     world.set_sched(
         slot,
         phase="reading",
-        state=world.parts.new_core(world.lease[0], sched.name, world.now),
+        state=world.parts.new_core(world.lease[0], sched.name, world.clock(slot)),
         epoch=world.lease[0],
         opened=world.now,
         tail=0,
@@ -264,7 +266,7 @@ def _delete(world: "World", sched: Sched, seq: int) -> None:
 
 def item_of(world: "World", slot: int, effect: Op) -> bytes | None:
     """The item that an effect stores, when it is still wanted."""
-    _, outputs = world.parts.core.step(world.scheds[slot].state, ("item", *effect[1:]), world.now)
+    _, outputs = world.parts.core.step(world.scheds[slot].state, ("item", *effect[1:]), world.clock(slot))
     return outputs[0][1] if outputs else None
 
 

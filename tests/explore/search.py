@@ -13,7 +13,7 @@ one go, at any step. Time passes only when no step is left: what takes longer th
 
 A fault is tried only where it may differ from the same one a step earlier (tests.explore.faults).
 
-Not in it: the bus itself dying, more than one model, requests with several choices, refusals.
+Not in it: more than one model, requests with several choices.
 """
 
 import gc
@@ -28,11 +28,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from contracts.messages.records import TenantLimits
 from tests.explore import workers
 from tests.explore.describe import describe
 from tests.explore.faults import faults
 from tests.explore.gateway import new
-from tests.explore.parts import Parts
+from tests.explore.parts import LIMITS, Parts
 from tests.explore.records import Action, Scenario, Violation
 from tests.explore.world import World
 
@@ -45,6 +46,7 @@ SCENARIOS = (
     Scenario("poison", (True,), leaves=0, poison=True),
     Scenario("two requests", (True, False)),
     Scenario("rate limits", (True,), leaves=0, limited=True),
+    Scenario("one at a time", (True, False), concurrency=1),
 )
 
 
@@ -226,7 +228,7 @@ def shorten(lines: Iterable[str]) -> Iterator[str]:
 
 def first_world(parts: Parts, scenario: Scenario) -> World:
     """Both workers are ready and s0 owns the model; nobody has asked yet."""
-    parts.limited = scenario.limited
+    parts.limits = LIMITS if scenario.limited else TenantLimits(concurrency=scenario.concurrency)
     world = World(parts, scenario._replace(streams=()))
     world.workers = tuple([workers.start(world, slot, 0) for slot in range(2)])
     while not world.is_quiet():

@@ -15,11 +15,11 @@ ENOUGH_S = 600.0
 """Far more than a search takes that must be complete."""
 MUTANT_S = 60.0
 """Bound for one mutant; each takes seconds."""
-STREAM, ANSWER, POISON, TWO, LIMITED = SCENARIOS
+STREAM, ANSWER, POISON, TWO, LIMITED, FULL = SCENARIOS
 
 
 @pytest.mark.parametrize(
-    ("scenarios", "most"), [((STREAM, ANSWER, POISON, LIMITED), 1), ((TWO,), 0)], ids=["one", "two"]
+    ("scenarios", "most"), [((STREAM, ANSWER, POISON, LIMITED), 1), ((TWO, FULL), 0)], ids=["one", "two"]
 )
 def test_no_history_with_so_many_faults_breaks_a_rule(scenarios: tuple[Scenario, ...], most: int) -> None:
     """One request with at most one fault, two requests without any: all histories."""
@@ -38,6 +38,8 @@ def test_no_history_within_the_time_breaks_a_rule(capsys: pytest.CaptureFixture[
 
 
 LATE_WORK = Scenario("late work", (False,), leaves=0, only=("crash", "work stored late"))
+RESTORE = Scenario("restore", (False,), leaves=0, only=("restore",))
+CLOCK = Scenario("clock", (False,), leaves=0, only=("step clock",))
 DRAINS = Scenario("drains", (True,), leaves=0, only=("drain",))
 
 BROKEN: dict[str, tuple[Parts, Scenario, set[str]]] = {
@@ -66,6 +68,8 @@ BROKEN: dict[str, tuple[Parts, Scenario, set[str]]] = {
     "silent on an answer": (Parts(relay=mutants.SilentRelay), ANSWER, {"no request fails in vain"}),
     "billing": (Parts(worker=mutants.BillingWorker), STREAM, {"nobody pays for our failures"}),
     "hurried": (Parts(core=mutants.HurriedCore), STREAM, {"no retry of what was seen"}),
+    "humble": (Parts(core=mutants.HumbleCore), RESTORE, {"no request fails in vain", "everything comes to its end"}),
+    "on the wall's time": (Parts(clock=mutants.wall_clock), CLOCK, {"no request fails in vain"}),
     "trusting": (Parts(core=mutants.TrustingCore), ANSWER, {"everything comes to its end"}),
     "counting": (Parts(core=mutants.CountingCore), DRAINS, {"no request fails in vain"}),
     "epochless": (Parts(work_id=mutants.work_id_without_epoch), LATE_WORK, {"what is dispatched reaches its worker"}),

@@ -221,6 +221,8 @@ async def by_production(
     made = recording(world)
     traces = []
     for effect in wanted:
+        if isinstance(effect, events.RiseAbove):
+            continue  # The lease's affair, and the explorer's own model of it.
         made.trace.clear()
         bus = SimulatedBus(made, refuse("refused") if refuse else None)
         broken: list[Exception] = []
@@ -290,6 +292,7 @@ def samples(seed: int) -> dict[tuple[str, ...], list[Sample]]:
             world = first_world(parts, scenario)
             for _ in range(STEPS):
                 wrong = list(faults.faults(world, None)) if choose.random() < 0.04 else []
+                wrong = [fault for fault in wrong if fault[0] != "restore"]  # The lease is not the effects' to model.
                 world = world.after(choose.choice(wrong or world.actions()))
             if (owner := world.owner()) is not None:  # Nobody asks for a status while frames come.
                 for asked in world.gate.asked:
@@ -319,7 +322,7 @@ async def differences(inputs: list[Sample], shell: type[Effects] = Effects) -> l
 
 async def test_every_effect_of_the_scheduler_is_done_as_the_model_does_it(inputs: list[Sample]) -> None:
     seen = {type(effect) for world, slot, op in inputs for effect in stepped(world, slot, op)[1]}
-    assert seen == set(events.Effect.__subclasses__()) - {events.RiseAbove, events.DeleteBody}, (
+    assert seen | {events.RiseAbove, events.DeleteBody} == set(events.Effect.__subclasses__()), (
         "an effect that no walk needs, or the model does not know"
     )
     assert not (parted := await differences(inputs)), "\n".join(parted[:3])

@@ -33,6 +33,9 @@ from tests.explore.records import (
 )
 
 DEATHS_MAX = 2
+FIRST_EPOCH = 10
+OLD_EPOCH = 4
+"""Of the lease in the backup."""
 STREAM_OWNER_BEAT = encode(StreamOwnerHeartbeat(stream_owner=gateway.STREAM_OWNER))
 
 
@@ -56,9 +59,12 @@ class World:
         "parts",
         "poison",
         "requests",
+        "restored",
+        "risen",
         "scheds",
         "seq",
         "stored_ids",
+        "walls",
         "work",
         "workers",
     )
@@ -74,8 +80,12 @@ class World:
         self.poison = scenario.poison
         self.harm = 0
         """What the faults so far may cost: 0 no request, 1 attempts of one worker, 2 anything."""
-        self.lease = (0, BASE_MS)
-        """(revision, last renewal)"""
+        self.lease = (FIRST_EPOCH - 1, BASE_MS)
+        """(epoch, last renewal)"""
+        self.risen = 0
+        """Highest epoch that an owner was told to rise above."""
+        self.restored = False
+        """Whether the streams and the lease are those of a backup from before the history."""
         self.scheds: tuple[Sched, ...] = (Sched("s0"), Sched("s1"))
         self.workers: tuple[Worker, ...] = ()
         self.gate = Gateway(asked=tuple(gateway.new(f"r{n}", stream) for n, stream in enumerate(scenario.streams)))
@@ -91,6 +101,8 @@ class World:
         """Attempts whose stored end no scheduler can read."""
         self.stored_ids: tuple[tuple[str, int], ...] = ()
         """Message ids that WORK and REQUESTS have taken, with their sequences."""
+        self.walls: tuple[int, ...] = (0, 0)
+        """How far the schedulers' wall clocks are off, in ms."""
         self.seq = 0
         self.net: tuple[Message, ...] = ()
         """On the way now."""
@@ -120,6 +132,10 @@ class World:
     def held(self, sched: Sched) -> bool:
         """Whether the scheduler's own clock says that the lease is its own."""
         return sched.epoch == self.lease[0] and self.now - self.lease[1] < TICK_MS
+
+    def clock(self, slot: int) -> int:
+        """The time as the scheduler has it."""
+        return self.parts.clock(self.now, self.walls[slot])
 
     def send(self, message: Message) -> None:
         if message not in self.net or message[0] == "frame":
@@ -174,7 +190,8 @@ class World:
                 ours, theirs = EVENT.decode(data), EVENT.decode(stored)
                 return (ours.reporter, ours.worker, ours.outcome) == (theirs.reporter, theirs.worker, theirs.outcome)
         self.attempts = (*self.attempts, (rid, attempt, data))
-        if b"did not reach its worker" in data:
+        # After a restore numbers are given anew: an acknowledgement may hit another message than was meant.
+        if b"did not reach its worker" in data and not self.restored:
             raise Violation("what is dispatched reaches its worker", f"{rid} attempt {attempt}")
         if sum(event.billable for _, event in self.ends_of(rid)) > 1:
             raise Violation("at most one billable attempt", f"{rid} attempt {attempt}")
@@ -189,6 +206,17 @@ class World:
         return next(
             (("ended", data) for known, number, data in self.attempts if (known, number) == (rid, attempt)), None
         )
+
+    def restore(self) -> None:
+        """The bus comes back with what a backup from before the history holds: nothing, and an older lease."""
+        self.restored = True
+        self.requests = self.work = self.attempts = self.stored_ids = ()
+        self.consumed = frozenset()
+        self.garbled = frozenset()
+        self.seq = 0
+        self.lease = (OLD_EPOCH, self.now - TICK_MS)
+        for worker in self.workers:
+            self.set_worker(worker.slot, delivered=frozenset())
 
     def ends_of(self, rid: str) -> Iterator[tuple[int, Any]]:
         for known, number, data in self.attempts:
@@ -407,6 +435,9 @@ class World:
                 mark(self.work, now, forms.flat_form),
                 mark(self.attempts, now, forms.flat_form),
                 self.garbled,
+                tuple([self.clock(slot) - now for slot in range(len(self.scheds))]),
+                self.restored,
+                self.risen,
                 frozenset(self.stored_ids),
                 mark(self.net, now, forms.net_form),
                 mark(self.late, now, forms.late_form),
@@ -455,6 +486,9 @@ class World:
                 told = asked.ending[1] in ("request_quarantined", "cancelled") or not self.faults
                 if asked.ending[0] == "fail" and not told:
                     raise Violation("a second death quarantines", f"{asked.rid} ends with {asked.ending}")
+            elif asked.ending == ("refused", "rate_limit_exceeded") and self.parts.limits.concurrency:
+                if ends:
+                    raise Violation("a refusal leaves nothing", f"{asked.rid} has {ends}")
             elif not self._has_completed(asked) and not self._may_fail(asked, ends):
                 raise Violation("no request fails in vain", f"{asked.rid} ends with {asked.ending}")
             stored = any(message_id == asked.rid for message_id, _ in self.stored_ids)
