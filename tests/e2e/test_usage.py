@@ -32,7 +32,19 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack = Stack(tmp_path_factory.mktemp("usage") / "data", "--engine", "simulated").wait_ready()
     try:
         model = stack.model
-        price = ("price", "set", model, "--input", "0.15", "--cached", "0.0375", "--output", "0.6")
+        price = (
+            "price",
+            "set",
+            model,
+            "--input",
+            "0.15",
+            "--cached",
+            "0.0375",
+            "--output",
+            "0.6",
+            "--reasoning",
+            "2.4",
+        )
         assert stack.cli(*price).returncode == 0  # from tomorrow
         refused = stack.cli(*price, "--from", TODAY)
         assert refused.returncode == 1 and "--backdate" in refused.stderr
@@ -43,8 +55,9 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         with stack.client() as client:
             for _ in range(REQUESTS):
                 assert client.post("/v1/chat/completions", json=body).status_code == 200
+        thought = body | {"simulate": {"tokens": ["<think>", "so", " it", "</think>", "is", " so"]}}
         with stack.client(other) as client:
-            assert wait_until(lambda: client.post("/v1/chat/completions", json=body).status_code == 200, "the new key")
+            assert wait_until(lambda: client.post("/v1/chat/completions", json=thought).is_success, "the new key")
         stack.other_key = other  # type: ignore[attr-defined]
         wait_until(lambda: len(rows(stack)) == 2 and rows(stack)["demo"]["requests"] == REQUESTS, "usage is booked")
         yield stack
@@ -65,6 +78,14 @@ def test_usage_has_its_price(used: Stack) -> None:
     assert Decimal(row["amount"]) == exact / 1_000_000
     assert row["unpriced_tokens"] == 0
     assert row["completion_tokens"] == 7 * REQUESTS
+
+
+def test_reasoning_tokens_are_told_and_priced(used: Stack) -> None:
+    row = rows(used)["other"]
+    assert (row["completion_tokens"], row["reasoning_tokens"]) == (6, 2)
+    fresh = row["prompt_tokens"] - row["cached_tokens"]
+    exact = fresh * Decimal("0.15") + row["cached_tokens"] * Decimal("0.0375") + 4 * Decimal("0.6") + 2 * Decimal("2.4")
+    assert Decimal(row["amount"]) == exact / 1_000_000
 
 
 def test_the_command_line_tells_usage_in_every_form(used: Stack) -> None:

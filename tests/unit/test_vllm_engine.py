@@ -204,6 +204,9 @@ class Record:
         self.job = job
         self.counts = counts
 
+    def count_cut_reasoning(self) -> None:
+        self.counts.reasoning_tokens = 1
+
 
 class Parts:
     """What VllmEngine needs of vLLM; the application sends ``sent``. One token counts before it does."""

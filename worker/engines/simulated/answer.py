@@ -156,6 +156,9 @@ class ChunkWriter:
         self._begun = [False] * len(self._texts)
         self._parts: list[list[str]] = [[] for _ in self._texts]
         self._reasons: list[str | None] = [None] * len(self._texts)
+        self._reasoning = [False] * len(self._texts)
+        self.reasoning_tokens = 0
+        """Tokens so far between the tokens ``<think>`` and ``</think>``, over all choices."""
 
     def give(self, choice: int, reason: str | None, *, empty: bool = False) -> list[bytes]:
         """The chunks that the choice's next token makes; ``reason`` is given with its last one.
@@ -163,7 +166,12 @@ class ChunkWriter:
         ``empty`` closes a choice without a token. Afterwards ``stopped`` may say that a stop string came.
         """
         text = self._texts[choice]
-        piece = "" if empty else text.add(next(self._tokens[choice]))
+        token = b"" if empty else next(self._tokens[choice])
+        if token in (b"<think>", b"</think>"):
+            self._reasoning[choice] = token == b"<think>"
+        elif token and self._reasoning[choice]:
+            self.reasoning_tokens += 1
+        piece = "" if empty else text.add(token)
         if text.stopped:
             reason = "stop"
         elif reason is not None:
@@ -211,4 +219,5 @@ def _usage(counts: Counts) -> dict[str, Any]:
         "completion_tokens": counts.completion_tokens,
         "total_tokens": counts.prompt_tokens + counts.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},
     }

@@ -198,6 +198,7 @@ class _Attempt:
         reason = None if kind == "token" else self._request.finish_reason(sequence.index // self._request.n)
         for chunk in self._answer.give(sequence.index, reason, empty=kind == "empty"):
             self.put(chunk)
+        counts.reasoning_tokens = self._answer.reasoning_tokens
         stopped = self._answer.stopped(sequence.index)
         if reason is not None or stopped:
             counts.finish_reason = "stop" if stopped else reason or ""

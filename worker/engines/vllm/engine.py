@@ -109,6 +109,7 @@ class VllmEngine:
             context=context,
         )
         self._open.add(call)
+        whole = False
         try:
             status = await call.status()
             if status != 200:
@@ -117,10 +118,12 @@ class VllmEngine:
                 answer = checked_answer(await call.body())
                 if record.failure:
                     raise record.failure
+                whole = True
                 yield answer
                 return
             async for chunk in _chunks(call, job.endpoint, record):
                 yield chunk
+            whole = True
         except EngineFailure:
             raise
         except UnknownForm as error:
@@ -131,6 +134,8 @@ class VllmEngine:
         finally:
             self._open.discard(call)
             await call.close()
+            if not whole:
+                record.count_cut_reasoning()
 
     async def _warm_up(self) -> None:
         """The first request pays for lazy set-up; let it be ours.

@@ -9,7 +9,7 @@ import gc
 import logging
 import multiprocessing
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -18,8 +18,11 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.openai.chat_completion import serving as chat
+from vllm.entrypoints.openai.responses import serving as responses
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.reasoning import ReasoningParser, ReasoningParserManager
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -32,6 +35,9 @@ from worker.engines.base import Counts, EngineFailure, EngineStats, Job, check_p
 from worker.engines.vllm.process import run_engine_core
 from worker.engines.vllm.translation import refusal
 
+_completion_tokens_details = chat._make_completion_tokens_details
+_OutputTokensDetails = responses.OutputTokensDetails
+
 SHUTDOWN_TIMEOUT_S = 5
 """How long vLLM may take to end its processes before they are killed."""
 
@@ -39,9 +45,12 @@ SHUTDOWN_TIMEOUT_S = 5
 class Record:
     """What the counting wrapper notes of one attempt."""
 
-    def __init__(self, job: Job, counts: Counts) -> None:
+    def __init__(self, job: Job, counts: Counts, reasoning: ReasoningParser | None) -> None:
         self.job = job
         self.counts = counts
+        self._reasoning = reasoning
+        self._tokens: list[dict[int, list[int]]] = []
+        """Of each prompt by choice, while reasoning is counted."""
         self.prompt_tokens = 0
         """Of all prompts that the application has handed to the engine."""
         self.failure: EngineFailure | None = None
@@ -52,13 +61,26 @@ class Record:
         self.counts.prompt_tokens += len(output.prompt_token_ids or ())
         self.counts.cached_tokens += output.num_cached_tokens or 0
 
-    def note(self, output: RequestOutput, *, first: bool) -> None:
-        """Count a DELTA output; ``first`` of its prompt."""
+    def choices(self) -> dict[int, list[int]]:
+        """Where the tokens of one more prompt's choices are kept, for ``note``."""
+        self._tokens.append({})
+        return self._tokens[-1]
+
+    def count_cut_reasoning(self) -> None:
+        """Of an answer that was cut off: of a whole one vLLM's application counts for its usage (``_note_usage``)."""
+        if self._reasoning is not None:
+            every = [tokens for choices in self._tokens for tokens in choices.values()]
+            self.counts.reasoning_tokens = sum(map(self._reasoning.count_reasoning_tokens, every))
+
+    def note(self, output: RequestOutput, choices: dict[int, list[int]], *, first: bool) -> None:
+        """Count a DELTA output, ``first`` of the prompt that ``choices`` are of."""
         counts = self.counts
         if first:
             self.note_prompt(output)
         for completion in output.outputs:
             counts.completion_tokens += len(completion.token_ids)
+            if self._reasoning is not None:
+                choices.setdefault(completion.index, []).extend(completion.token_ids)
             if completion.finish_reason:
                 counts.finish_reason = completion.finish_reason
         if counts.completion_tokens and not counts.first_token_at_ms:
@@ -103,10 +125,11 @@ async def _count(
     source: AsyncGenerator[RequestOutput, None], record: Record, gather: bool
 ) -> AsyncGenerator[RequestOutput, None]:
     whole: RequestOutput | None = None
+    choices = record.choices()
     first = True
     async with _noted_failures(record), aclosing(source):
         async for output in source:
-            record.note(output, first=first)
+            record.note(output, choices, first=first)
             first = False
             if any(completion.finish_reason == "abort" for completion in output.outputs):
                 record.failure = EngineFailure("engine_error", "vLLM aborted the answer", retryable=True)
@@ -188,6 +211,8 @@ class Parts:
         self.kv_tokens: int = cache.num_gpu_blocks * cache.block_size
         self.context: int = self._engine.model_config.max_model_len
         self.application: Any = build_app(args, self._tasks, self._engine.model_config)
+        parser = args.structured_outputs_config.reasoning_parser
+        self._reasoning_parser = ReasoningParserManager.get_reasoning_parser(parser) if parser else None
 
     async def open_application(self) -> None:
         """Let vLLM's application serve this engine; call it in the event loop."""
@@ -199,7 +224,8 @@ class Parts:
 
     def record(self, job: Job, counts: Counts) -> tuple[contextvars.Context, Record]:
         """A context for one call of the application, and the record that is written in it."""
-        context, record = contextvars.copy_context(), Record(job, counts)
+        reasoning = self._reasoning_parser and self._reasoning_parser(self._engine.get_tokenizer())
+        context, record = contextvars.copy_context(), Record(job, counts, reasoning or None)
         context.run(_RECORD.set, record)
         return context, record
 
@@ -250,6 +276,24 @@ def _is_tracker(process: psutil.Process) -> bool:
         return True
 
 
+def _note_usage() -> None:
+    """Have each count of reasoning tokens that vLLM's application makes for an answer's usage noted in its record.
+
+    So the caller's usage and the ledger's row are one number. The last one of an answer is over all its choices.
+    """
+
+    def noting(make: Callable[..., Any]) -> Callable[..., Any]:
+        def details(*given: int, **named: Any) -> Any:
+            if record := _RECORD.get(None):
+                record.counts.reasoning_tokens = named["reasoning_tokens"] if named else given[0]
+            return make(*given, **named)
+
+        return details
+
+    chat._make_completion_tokens_details = noting(_completion_tokens_details)
+    responses.OutputTokensDetails = noting(_OutputTokensDetails)
+
+
 def start_vllm(command_line: list[str], task: str) -> Parts:
     """Start vLLM with these arguments to ``generate`` or ``embed``; raises when it does not start."""
     try:
@@ -257,6 +301,7 @@ def start_vllm(command_line: list[str], task: str) -> Parts:
     except SystemExit as refusal:
         raise ValueError(f"vLLM refuses these arguments: {command_line}") from refusal
     validate_parsed_serve_args(args)
+    _note_usage()
     # Engine processes import vLLM themselves, without this: there the original runs.
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
     level = logging.root.level
