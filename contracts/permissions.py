@@ -35,7 +35,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 OPERATOR = "operator"
 _TENANT_USERS = "t."
-_USER = re.compile(r"[a-z]+(-[A-Za-z0-9-]{1,56})?")
+_USER = re.compile(r"[a-z]+(-[A-Za-z0-9-]{1,40})?")
 
 
 class Permissions(msgspec.Struct, frozen=True):

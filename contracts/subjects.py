@@ -10,6 +10,7 @@ import re
 import secrets
 from collections.abc import Callable
 
+MAX_NAME_CHARACTERS = 64
 MAX_NAME_BYTES = 128
 """Longest name in UTF-8 bytes, before encoding."""
 
@@ -31,6 +32,8 @@ def encode(name: str) -> str:
         raise InvalidName("the name holds a lone surrogate, which has no UTF-8 form") from error
     if not raw:
         raise InvalidName("the name is empty")
+    if len(name) > MAX_NAME_CHARACTERS:
+        raise InvalidName(f"the name has {len(name)} characters; at most {MAX_NAME_CHARACTERS} are kept")
     if len(raw) > MAX_NAME_BYTES:
         raise InvalidName(f"the name has {len(raw)} bytes; at most {MAX_NAME_BYTES} are kept")
     return "".join(chr(byte) if byte in _PLAIN else f"_{byte:02x}" for byte in raw)
@@ -64,7 +67,7 @@ def decode(token: str) -> str:
         name = raw.decode()
     except UnicodeDecodeError as error:
         raise InvalidName(f"not an encoded name: {token!r} is not UTF-8") from error
-    if len(raw) > MAX_NAME_BYTES:
+    if len(raw) > MAX_NAME_BYTES or len(name) > MAX_NAME_CHARACTERS:
         raise InvalidName(f"not an encoded name: {len(raw)} bytes")
     return name
 

@@ -24,6 +24,7 @@ FIRST_TOKEN = Histogram(
     buckets=_SECONDS,
 )
 CONNECTIONS = Gauge("headrace_connections", "Open connections of callers")
+SUBMITS_REFUSED = Counter("headrace_submits_refused", "Submits beyond what one tenant may have under way")
 CONNECTIONS_REFUSED = Counter("headrace_connections_refused", "Connections beyond a bound", ["bound"])
 FAILED_LOGINS = Counter("headrace_failed_logins", "Callers that were not let in, by reason", ["reason"])
 STREAMS = Gauge("headrace_streams", "Answers under way")

@@ -13,7 +13,7 @@ import msgspec
 import structlog
 
 from contracts import subjects, topology
-from contracts.bus import Bus, BusError, Incoming, OrderedConsumer, PullConsumer
+from contracts.bus import Bus, BusError, Incoming, OrderedConsumer, PullConsumer, unreadable
 from contracts.messages.base import NOTHING, Codec
 from scheduler.core import events, idempotency
 from scheduler.core.core import Core
@@ -44,12 +44,11 @@ CLOCKS_APART_MS = 5_000
 
 
 def decoded(codec: Codec[M], message: Incoming, event: str) -> M | None:
-    """The message; None when nobody can read it, which is logged as ``event``."""
+    """The message; None when nobody can read it, which is counted and told as ``event``."""
     try:
         return codec.decode(message.data)
     except msgspec.MsgspecError as error:
-        seq = message.stream_seq
-        log.error(event, subject=message.subject, seq=seq, bytes=len(message.data), reason=str(error))
+        unreadable(event, message, error, seq=message.stream_seq)
         return None
 
 

@@ -13,7 +13,7 @@ import msgspec
 import structlog
 
 from contracts import ids, subjects, topology
-from contracts.bus import Bus, BusError, Incoming, PullConsumer, Subscription
+from contracts.bus import Bus, BusError, Incoming, PullConsumer, Subscription, unreadable
 from contracts.messages.base import Codec
 from contracts.messages.frames import FramesAnswer, FramesRequest
 from worker.frame_buffer import FrameBuffer
@@ -137,9 +137,7 @@ class Instance:
             tenant = subjects.tenant_of_last_token(incoming.subject)
             request = _frames_request.decode(incoming.data)
         except (subjects.InvalidName, msgspec.MsgspecError) as error:
-            _log.warning(
-                "frames_request_undecodable", subject=incoming.subject, bytes=len(incoming.data), reason=str(error)
-            )
+            unreadable("frames_request_undecodable", incoming, error)
             return
         with contextlib.suppress(BusError):  # who asked asks again
             await incoming.respond(_frames_answer.encode(self.buffer.read(tenant, request)))

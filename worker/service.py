@@ -11,7 +11,7 @@ import msgspec
 import structlog
 
 from contracts import subjects, topology
-from contracts.bus import Bus, BusError, Incoming
+from contracts.bus import Bus, BusError, Incoming, unreadable
 from contracts.clock import monotonic_ms
 from contracts.messages.base import Codec
 from contracts.messages.control import ControlAnswer, ControlRequest
@@ -193,7 +193,7 @@ class Worker:
         try:
             item = _item.decode(incoming.data)
         except msgspec.MsgspecError as error:
-            _log.error("work_undecodable", subject=incoming.subject, seq=incoming.stream_seq, reason=str(error))
+            unreadable("work_undecodable", incoming, error, seq=incoming.stream_seq)
             self._acknowledge(incoming)
             return
         self._deliveries[incoming.stream_seq] = incoming
@@ -203,7 +203,7 @@ class Worker:
         try:
             request = _control.decode(incoming.data)
         except msgspec.MsgspecError as error:
-            _log.warning("control_undecodable", subject=incoming.subject, bytes=len(incoming.data), reason=str(error))
+            unreadable("control_undecodable", incoming, error)
             return
         self._step(events.ControlAsked(request=request, asker=incoming))
 

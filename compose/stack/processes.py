@@ -28,6 +28,9 @@ DELAY_MAX_S = 10.0
 STEADY_S = 30.0
 """A life this long ends the growth of the delay. A guess."""
 EXIT_CONFIGURATION = 2
+LOG_BYTES_MAX = 16 * 2**20
+"""Of each log; what a log had before it was cut stands beside it, as much again."""
+LOGS_EVERY_S = 1.0
 PROBE_S = 0.05
 PROBE_TIMEOUT_S = 2.0
 
@@ -161,6 +164,7 @@ class Supervisor:
         self._restarted = restarted
         self._say = say
         self._stopping = asyncio.Event()
+        self._logs = asyncio.get_running_loop().create_task(self._keep_logs_small(), name="logs")
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
 
     def add(self, spec: Spec) -> Child:
@@ -183,7 +187,7 @@ class Supervisor:
         self._stopping.set()
         for role in roles:
             await asyncio.gather(*(self._stop(child) for child in self.of(role)))
-        tasks = [child.task for child in self.children if child.task is not None]
+        tasks = [self._logs, *(child.task for child in self.children if child.task is not None)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -202,6 +206,12 @@ class Supervisor:
                 self._say(f"{child.spec.name} did not stop within {child.spec.grace_s:g} s: killed")
             child.kill()
             await child.exited.wait()
+
+    async def _keep_logs_small(self) -> None:
+        while True:
+            await asyncio.sleep(LOGS_EVERY_S)
+            for child in self.children:
+                rotate(child.spec.log)
 
     def _reap(self) -> None:
         for child in self.children:
@@ -236,6 +246,16 @@ class Supervisor:
         if not self.failed.done():
             tail = "\n".join(f"  {line}" for line in last_lines(child.spec.log))
             self.failed.set_result(f"{child.spec.name} {reason}; the end of its log ({child.spec.log}):\n{tail}")
+
+
+def rotate(log: Path) -> None:
+    """Cut a log that is too long; its end is kept in ``<name>.log.1``. Who writes appends, and so goes on."""
+    if log.stat().st_size <= LOG_BYTES_MAX:
+        return
+    with log.open("rb") as file:
+        file.seek(-LOG_BYTES_MAX, os.SEEK_END)
+        log.with_suffix(".log.1").write_bytes(file.read(LOG_BYTES_MAX))
+    os.truncate(log, 0)
 
 
 def last_lines(path: Path, lines: int = 5) -> list[str]:

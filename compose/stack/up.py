@@ -56,8 +56,6 @@ ADMIN_TENANT = "admin"
 _OMP_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 """Cores of a vLLM worker: one each, measured better than sharing them; the environment may say otherwise."""
 _SECRETS = {"HEADRACE_NATS_URL", "HEADRACE_PEPPER", "HEADRACE_CLICKHOUSE_URL", "HEADRACE_SQL_PASSWORD"}
-LOG_BYTES_KEPT = 64 * 2**20
-"""A log larger than this is set aside at the next start."""
 
 
 def run(options: Options, data_dir: Path) -> int:
@@ -329,8 +327,6 @@ class Stack:
     def _add(self, role: Role, index: int, command: list[str], settings: dict[str, str], probe: Probe) -> Child:
         name = "nats" if role == "nats" else f"{role}-{index}"
         log = self._directory.logs / f"{name}.log"
-        if log.exists() and log.stat().st_size > LOG_BYTES_KEPT:
-            log.replace(log.with_suffix(".log.1"))
         spec = Spec(
             name=name,
             role=role,

@@ -8,6 +8,7 @@ A ``Bus`` is one connection and its parts; ``OrderedConsumer`` (live reading), `
 import asyncio
 from typing import Self
 
+from contracts.bus.complaints import unreadable
 from contracts.bus.credentials import ANONYMOUS, Credentials
 from contracts.bus.jetstream import JetStream
 from contracts.bus.kv import KeyValue, Watch

@@ -8,6 +8,7 @@ from typing import Any
 import structlog
 
 from contracts.bus import types
+from contracts.bus.complaints import seldom
 from contracts.bus.types import Handler, Incoming
 
 log = structlog.get_logger(__name__)
@@ -56,9 +57,10 @@ def at_once(handler: Handler, limit: int, spawn: Callable[[Coroutine[Any, Any, N
 
 
 def contain(about: str, error: BaseException) -> None:
-    """Log and count what a handler raised; the bus goes on."""
+    """Count what a handler raised, and tell it with its traceback once in a while; the bus goes on."""
     types.HANDLER_ERRORS.inc()
-    log.error("bus_handler_failed", subject=about, exc_info=error)
+    if times := seldom(f"bus_handler_failed {type(error).__name__} {'.'.join(about.split('.')[:2])}"):
+        log.error("bus_handler_failed", subject=about, times=times, exc_info=error)
 
 
 async def stop(*tasks: asyncio.Task[Any]) -> None:

@@ -5,15 +5,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from contracts.messages.base import NOTHING, Message
+from contracts.messages.base import MANY, NOTHING, Line, Message, Name, RequestId, Text
 from contracts.messages.frames import ErrorData
-
-Secret = Annotated[str, Meta(max_length=512)]
-Name = Annotated[str, Meta(max_length=512)]
-"""Of a tenant, a model or a key, not encoded."""
-KeyId = Annotated[str, Meta(max_length=64)]
-Address = Annotated[str, Meta(max_length=64)]
-RequestId = Annotated[str, Meta(max_length=64)]
 
 Via = Literal["api", "console", "cli"]
 
@@ -27,12 +20,12 @@ Result = Literal["intended", "done", "refused", "failed"]
 class AdminCall(Message, frozen=True, kw_only=True):
     """Gateway -> scheduler, ``admin.v1.do.<action>``: one action, with the key that must permit it."""
 
-    secret: Secret
+    secret: Line
     """The caller's API key: who serves the call judges it itself."""
-    address: Address
+    address: Line
     request_id: RequestId
     via: Via = "api"
-    target: Name = ""
+    target: Line = ""
     """What is changed: a tenant's or model's name, a key's id; empty for what is made."""
     form: msgspec.Raw = NOTHING
     """The action's own form (contracts.forms), as it was sent."""
@@ -48,9 +41,9 @@ class AdminAnswer(Message, frozen=True, kw_only=True):
 class FailedLogin(Message, frozen=True, kw_only=True):
     """Failures of one address since the last report."""
 
-    address: Address
+    address: Name
     reason: LoginFailure
-    key_id: KeyId = ""
+    key_id: Name = ""
     """Of a key that is known."""
     count: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
 
@@ -62,9 +55,9 @@ USED_MAX, OUTDATED_MAX, FAILED_MAX = 1000, 50, 100
 class KeyActivity(Message, frozen=True, kw_only=True):
     """Gateway -> scheduler, ``admin.v1.activity``: uses of keys, failed logins. Answered once it is kept."""
 
-    used: Annotated[dict[KeyId, Annotated[int, Meta(ge=0)]], Meta(max_length=USED_MAX)] = {}
+    used: Annotated[dict[Name, Annotated[int, Meta(ge=0)]], Meta(max_length=USED_MAX)] = {}
     """Key id -> start of the minute, Unix ms."""
-    outdated: Annotated[list[Secret], Meta(max_length=OUTDATED_MAX)] = []
+    outdated: Annotated[list[Line], Meta(max_length=OUTDATED_MAX)] = []
     """Secrets whose keys are under the previous pepper; they move to the current one."""
     failed: Annotated[list[FailedLogin], Meta(max_length=FAILED_MAX)] = []
     failed_unlisted: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
@@ -82,23 +75,23 @@ class AuditEntry(Message, frozen=True, kw_only=True):
     came of it. One without a second was cut off, and may have been done.
     """
 
-    id: str
+    id: Name
     at_ms: int
-    actor: str
+    actor: Line
     """Key id; ``operator`` for who has the operator's credentials of the bus; empty when nobody is known."""
-    address: str
+    address: Line
     via: Via
-    action: str
+    action: Line
     """Area and verb: ``keys.create``; ``logins.failed``."""
-    target: str
+    target: Line
     result: Result
-    reason: str = ""
+    reason: Text = ""
     """Why it was refused or failed."""
-    asked: dict[str, Any] = {}
+    asked: Annotated[dict[Line, Any], MANY] = {}
     """What was asked for, in the first of the two."""
-    before: dict[str, Any] = {}
+    before: Annotated[dict[Line, Any], MANY] = {}
     """Changed fields as they were."""
-    after: dict[str, Any] = {}
-    request_id: str = ""
+    after: Annotated[dict[Line, Any], MANY] = {}
+    request_id: RequestId = ""
     count: int = 1
     """Of failures that the entry stands for."""

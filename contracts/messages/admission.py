@@ -1,6 +1,6 @@
 """Admission: what the gateway asks of a model's scheduler, and its decision."""
 
-from contracts.messages.base import Epoch, Message, Priority, RequestDemand
+from contracts.messages.base import Epoch, Line, Message, Name, Priority, RequestDemand, RequestId, Subject, Text
 
 DEADLINE_MS_MAX = 3_600_000
 """Longest time to the first token that a caller or a tenant may ask for: an hour."""
@@ -12,7 +12,7 @@ class AdmissionRequest(RequestDemand, frozen=True, kw_only=True):
     priority: Priority = "interactive"
     deadline_ms: int | None = None
     """Time to the first token that the caller accepts; without it the tenant's default is taken."""
-    reader: str = ""
+    reader: Subject = ""
     """Name of the stream by which the asker will read the answer (``Reply.stream``)."""
     join_only: bool = False
     """Only join what runs or ran under the idempotency key here; nothing new is admitted (``not_found``)."""
@@ -33,7 +33,7 @@ class AdmissionAnswer(Message, frozen=True, kw_only=True):
     """Scheduler -> gateway. Refused: ``code`` (of errors.TABLE) and ``message`` say why; nothing was charged."""
 
     admitted: bool
-    joined: str = ""
+    joined: RequestId = ""
     """Id of the request that runs or ran under the same idempotency key: the asker reads that one, and stores none."""
     epoch: Epoch = Epoch()
     admitted_at_ms: int = 0
@@ -42,8 +42,8 @@ class AdmissionAnswer(Message, frozen=True, kw_only=True):
     """From admission until REQUESTS must have stored the request; later it is dropped as expired."""
     deadline_ms: int = 0
     """From admission until the first token must come."""
-    code: str = ""
-    message: str = ""
-    param: str | None = None
+    code: Name = ""
+    message: Text = ""
+    param: Line | None = None
     retry_after_s: int | None = None
     limits: RateLimits | None = None

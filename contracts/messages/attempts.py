@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from contracts.messages.base import Message, Outcome, RequestFacts, fields_of
+from contracts.messages.base import Body, Line, Message, Name, Outcome, RequestFacts, Sealed, Subject, Text, fields_of
 from contracts.messages.frames import EndData
 from contracts.messages.request import RequestEnvelope
 
@@ -19,13 +19,13 @@ class AttemptEvent(RequestFacts, frozen=True, kw_only=True):
     """
 
     attempt: int
-    version: str
+    version: Name
     outcome: Outcome
     reporter: Literal["worker", "scheduler"]
-    worker: str = ""
-    finish_reason: str = ""
-    error_code: str = ""
-    error_message: str = ""
+    worker: Name = ""
+    finish_reason: Name = ""
+    error_code: Name = ""
+    error_message: Text = ""
     """Names no prompt and no output."""
     retryable: bool = False
     """A failed attempt that another worker may repeat."""
@@ -44,7 +44,7 @@ class AttemptEvent(RequestFacts, frozen=True, kw_only=True):
     dispatched_at_ms: int = 0
     first_token_at_ms: int = 0
     ended_at_ms: int = 0
-    client_request_id: str = ""
+    client_request_id: Line = ""
 
     @property
     def given_back(self) -> bool:
@@ -62,13 +62,13 @@ class AttemptEvent(RequestFacts, frozen=True, kw_only=True):
 class DeadLetter(Message, frozen=True, kw_only=True):
     """A message that could not be used, in DEAD_LETTERS: why, where it was, and what it was."""
 
-    reason: str
-    subject: str
+    reason: Text
+    subject: Subject
     stream_seq: int
     stored_at_ms: int
-    original: str | None = None
+    original: Body | None = None
     """The message as text; None when it is not UTF-8."""
-    original_base64: str | None = None
+    original_base64: Body | None = None
     truncated: bool = False
 
 
@@ -79,8 +79,8 @@ class Quarantined(Message, frozen=True, kw_only=True):
     the schedulers a public key; empty where not, and for one over a MiB.
     """
 
-    reason: str
+    reason: Text
     quarantined_at_ms: int
     request: RequestEnvelope
     last: AttemptEvent
-    sealed_body: bytes = b""
+    sealed_body: Sealed = b""

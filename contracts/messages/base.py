@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 from operator import attrgetter
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -11,6 +11,29 @@ M = TypeVar("M")
 
 NOTHING = msgspec.Raw()
 """The absent raw field. Only this object is left out of the JSON; another empty Raw would make it invalid."""
+
+# Bounds. Every field of every message has one by its type, so that nothing that a sender makes grow is kept or passed
+# on (tests/unit/test_messages.py). Lengths are characters.
+
+RequestId = Annotated[str, msgspec.Meta(max_length=36)]
+"""A UUIDv7 in its usual form; empty where there is none."""
+Name = Annotated[str, msgspec.Meta(max_length=64)]
+"""Of a tenant, a model, a process, a stream; a code, a day, an exact number."""
+Line = Annotated[str, msgspec.Meta(max_length=512)]
+"""What a person or another system wrote in one line: a key, a digest, a path, an address."""
+Subject = Annotated[str, msgspec.Meta(max_length=1024)]
+"""A subject of the bus, or part of one; two encoded names and more."""
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+"""An error for a person."""
+Body = Annotated[str, msgspec.Meta(max_length=12 * 2**20)]
+"""A whole message of the bus, in base64 too."""
+Sealed = Annotated[bytes, msgspec.Meta(max_length=12 * 2**20)]
+FEW = msgspec.Meta(max_length=64)
+"""What people list: scopes, addresses, dimensions."""
+MANY = msgspec.Meta(max_length=100_000)
+"""What programs list, in answers and heartbeats; a message has at most some MiB anyway."""
+Whole = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
+"""A count or a number in a sequence, exact in every language's JSON."""
 
 Endpoint = Literal["chat/completions", "completions", "responses", "messages", "embeddings"]
 
@@ -22,6 +45,13 @@ Outcome = Literal["completed", "cancelled", "failed", "lost", "expired"]
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of all messages."""
 
+    BYTES_MAX: ClassVar[int | None] = None
+    """Longest encoded form that is read; None: whatever the bus carries, for what has bodies or frames."""
+
+
+SMALL = 4096
+"""``BYTES_MAX`` of what tenants' services send beside their bodies: ids and names."""
+
 
 IDEMPOTENCY_KEY_MAX = 255
 """Longest idempotency key, in printable ASCII characters; the usual bound."""
@@ -30,18 +60,18 @@ IDEMPOTENCY_KEY_MAX = 255
 class IdempotencyKey(Message, frozen=True, kw_only=True):
     """A caller's own name for a request: asked for again under it, the request is joined and not run twice."""
 
-    key: str
-    digest: str
+    key: Line
+    digest: Line
     """Of what was asked for, to tell it from something else under the same key."""
 
 
 class RequestFacts(Message, frozen=True, kw_only=True):
     """What never changes of a request, from admission to the ledger."""
 
-    request_id: str
-    tenant: str
-    key_id: str
-    model: str
+    request_id: RequestId
+    tenant: Name
+    key_id: Name
+    model: Name
     endpoint: Endpoint
     priority: Priority
     stream: bool = False
@@ -57,9 +87,9 @@ class RequestDemand(RequestFacts, frozen=True, kw_only=True):
     """Exact; over all prompts of the request."""
     max_output_tokens: int
     """Per choice."""
-    stream_owner: str = ""
+    stream_owner: Subject = ""
     """Name on the bus of the stream owner (gateway or client service); empty when it sends no heartbeats."""
-    version: str = ""
+    version: Name = ""
     """Pinned version; empty for the scheduler's choice."""
     body_bytes: int = 0
     """Of a body too large for a message, which lies in BODIES; 0: it is in the message."""
@@ -100,10 +130,16 @@ class Codec(Generic[M]):
     """Encoder and decoder of one message type, built once."""
 
     def __init__(self, kind: type[M]) -> None:
+        self._bytes_max: int | None = getattr(kind, "BYTES_MAX", None)
         self._encoder = msgspec.json.Encoder()
         self._decoder = msgspec.json.Decoder(kind)
         self.encode = self._encoder.encode
 
     def decode(self, data: bytes | memoryview | msgspec.Raw) -> M:
-        """Raises msgspec.MsgspecError when ``data`` is not such a message."""
-        return self._decoder.decode(data)
+        """Raises msgspec.MsgspecError when ``data`` is not such a message, whatever else it is."""
+        if self._bytes_max is not None and memoryview(data).nbytes > self._bytes_max:
+            raise msgspec.ValidationError(f"a message of this kind has at most {self._bytes_max} bytes")
+        try:
+            return self._decoder.decode(data)
+        except (RecursionError, UnicodeDecodeError) as error:
+            raise msgspec.DecodeError("nested too deeply, or no UTF-8") from error

@@ -1,8 +1,20 @@
 """Cancel and status, signs of life, and the orders of a model's owner to its workers."""
 
-from typing import Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
-from contracts.messages.base import Epoch, Message, Outcome, TokenCounts
+from contracts.messages.base import (
+    MANY,
+    SMALL,
+    Epoch,
+    Line,
+    Message,
+    Name,
+    Outcome,
+    RequestId,
+    Subject,
+    Text,
+    TokenCounts,
+)
 from contracts.messages.frames import EndData, ErrorData
 
 ServiceFault = Literal["publish_unconfirmed", "relay_failed", "worker_lost", "shutdown", "gateway_lost"]
@@ -18,11 +30,13 @@ from a tenant's service they count as ``client_cancelled``.
 class CancelRequest(Message, frozen=True, kw_only=True):
     """A tenant's service (``subjects.cancel``) or a gateway (``subjects.gateway_cancel``) -> scheduler. Idempotent."""
 
-    request_id: str = ""
+    BYTES_MAX: ClassVar[int | None] = SMALL
+
+    request_id: RequestId = ""
     """Empty where only the ``idempotency_key`` is known: who got no answer cancels what was or will be admitted."""
     reason: CancelReason = "client_cancelled"
-    idempotency_key: str = ""
-    reader: str = ""
+    idempotency_key: Line = ""
+    reader: Subject = ""
     """The stream that is not read any more: the request goes on while others read it. Empty: it ends for all."""
 
 
@@ -42,11 +56,13 @@ class StatusRequest(Message, frozen=True, kw_only=True):
     Who joined a request says so by each of these: for ``reader`` it goes on while ``stream_owner`` is heard.
     """
 
-    request_id: str
+    BYTES_MAX: ClassVar[int | None] = SMALL
+
+    request_id: RequestId
     void_below: int = 0
     """The caller has seen nothing of the attempts below this one, and will not: after a loss the next may run."""
-    reader: str = ""
-    stream_owner: str = ""
+    reader: Subject = ""
+    stream_owner: Subject = ""
 
 
 RequestState = Literal["unknown", "admitted", "queued", "dispatched", "running", "ended"]
@@ -57,7 +73,7 @@ class StatusAnswer(Message, frozen=True, kw_only=True):
 
     state: RequestState
     attempt: int = 0
-    worker: str = ""
+    worker: Name = ""
     outcome: Outcome | None = None
     last_seq: int = -1
     error: ErrorData | None = None
@@ -71,16 +87,16 @@ WorkerState = Literal["starting", "ready", "draining", "engine_down"]
 class Progress(TokenCounts, frozen=True, kw_only=True):
     """One attempt in flight at a worker."""
 
-    request_id: str
+    request_id: RequestId
     attempt: int
 
 
 class WorkerHeartbeat(Message, frozen=True, kw_only=True):
     """Worker -> schedulers every 500 ms, ``hb.v1.worker.<model>.<worker>``."""
 
-    worker: str
-    model: str
-    version: str
+    worker: Name
+    model: Name
+    version: Name
     state: WorkerState
     epoch: Epoch = Epoch()
     """Highest epoch that the worker has acknowledged."""
@@ -96,7 +112,7 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True):
     prefill_tokens_total: int = 0
     """Prompt tokens computed since start, cached ones left out."""
     decode_tokens_total: int = 0
-    in_flight: list[Progress] = []
+    in_flight: Annotated[list[Progress], MANY] = []
     sent_at_ms: int = 0
     """By the sender's wall clock: how it differs is measured, nothing is decided by it."""
 
@@ -107,7 +123,9 @@ class StreamOwnerHeartbeat(Message, frozen=True, kw_only=True):
     Only the owner's name in the subject counts: the bus checks who may publish there.
     """
 
-    stream_owner: str
+    BYTES_MAX: ClassVar[int | None] = SMALL
+
+    stream_owner: Subject
     leaving: bool = False
     """A goodbye: its open requests are cancelled at once."""
     sent_at_ms: int = 0
@@ -117,7 +135,7 @@ class StreamOwnerHeartbeat(Message, frozen=True, kw_only=True):
 class LoopbackHeartbeat(Message, frozen=True, kw_only=True):
     """A scheduler's heartbeat to itself, by which it counts everybody's silence; ``number`` counts from 0."""
 
-    observer: str
+    observer: Name
     number: int
     sent_at_ms: int = 0
     """By the sender's wall clock, as a worker's."""
@@ -133,9 +151,9 @@ class CancelAttempt(Message, frozen=True, kw_only=True, tag="cancel_attempt"):
     """Owner -> worker: stop this attempt, store its terminal event, answer then."""
 
     epoch: Epoch
-    request_id: str
+    request_id: RequestId
     attempt: int
-    reason: str = ""
+    reason: Text = ""
 
 
 class Evict(Message, frozen=True, kw_only=True, tag="evict"):

@@ -1,10 +1,23 @@
 """Frames: what a stream owner receives, and how it asks a worker for those it missed."""
 
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from contracts.messages.base import NOTHING, Epoch, Message, Outcome, TokenCounts
+from contracts.messages.base import (
+    MANY,
+    NOTHING,
+    SMALL,
+    Epoch,
+    Line,
+    Message,
+    Name,
+    Outcome,
+    RequestId,
+    Text,
+    TokenCounts,
+    Whole,
+)
 
 FrameKind = Literal["accepted", "chunk", "part", "end", "error", "lost"]
 
@@ -18,7 +31,7 @@ class Frame(Message, frozen=True, kw_only=True):
     ``lost``: LostData. ``accepted``: no data.
     """
 
-    stream: str
+    stream: Name
     attempt: int
     seq: int
     kind: FrameKind
@@ -28,16 +41,16 @@ class Frame(Message, frozen=True, kw_only=True):
 class ReplyMessage(Message, frozen=True, kw_only=True):
     """What is published on a reply subject: the frames of one step. ``worker`` is empty for the scheduler's."""
 
-    worker: str = ""
+    worker: Name = ""
     epoch: Epoch = Epoch()
-    frames: list[Frame] = []
+    frames: Annotated[list[Frame], MANY] = []
 
 
 class EndData(TokenCounts, frozen=True, kw_only=True):
     """Data of an ``end`` frame: what the terminal event says. ``outcome`` is completed or cancelled."""
 
     outcome: Outcome
-    finish_reason: str = ""
+    finish_reason: Name = ""
     reasoning_tokens: int = 0
     """Those of the completion that were reasoning."""
 
@@ -45,9 +58,9 @@ class EndData(TokenCounts, frozen=True, kw_only=True):
 class ErrorData(Message, frozen=True, kw_only=True):
     """Data of an ``error`` frame: the request's final failure. ``code`` is a code of errors.TABLE."""
 
-    code: str
-    message: str
-    param: str | None = None
+    code: Name
+    message: Text
+    param: Line | None = None
     status: int = 0
     """HTTP status when it is not the table's."""
     retry_after_s: int | None = None
@@ -62,14 +75,16 @@ class LostData(Message, frozen=True, kw_only=True):
 class FramesRequest(Message, frozen=True, kw_only=True):
     """Stream owner -> worker, ``frames.v1.<worker>.<tenant>``: frames of an attempt from ``from_seq`` on."""
 
-    request_id: str
-    attempt: int
-    from_seq: int
+    BYTES_MAX: ClassVar[int | None] = SMALL
+
+    request_id: RequestId
+    attempt: Whole
+    from_seq: Whole
 
 
 class FramesAnswer(Message, frozen=True, kw_only=True):
     """At most one page. ``known`` false: the worker no longer keeps that attempt. ``more``: ask again."""
 
     known: bool
-    frames: list[Frame] = []
+    frames: Annotated[list[Frame], MANY] = []
     more: bool = False

@@ -1,8 +1,8 @@
 """Records in KV buckets: models, tenants, keys, prices, budgets."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from contracts.messages.base import Endpoint, Message, Priority
+from contracts.messages.base import FEW, MANY, Endpoint, Line, Message, Name, Priority
 
 
 class PoolLimits(Message, frozen=True, kw_only=True):
@@ -23,21 +23,21 @@ class PoolLimits(Message, frozen=True, kw_only=True):
 class Manifest(Message, frozen=True, kw_only=True):
     """A model's entry in the MODELS bucket, keyed by the encoded name."""
 
-    name: str
-    version: str
+    name: Name
+    version: Name
     engine: Literal["vllm", "simulated"]
     context: int
     """Longest sequence in tokens, prompt and output."""
     default_output_tokens: int
     """Output limit of a request that states none."""
-    artifacts: dict[str, str] = {}
+    artifacts: Annotated[dict[Line, Line], MANY] = {}
     """File -> sha256."""
-    path: str = ""
+    path: Line = ""
     """Directory of the artifacts on hosts that share it; empty for the simulated engine."""
-    tokenizer_fingerprint: str = ""
-    endpoints: tuple[Endpoint, ...] = ("chat/completions", "completions")
+    tokenizer_fingerprint: Line = ""
+    endpoints: Annotated[tuple[Endpoint, ...], FEW] = ("chat/completions", "completions")
     limits: PoolLimits = PoolLimits()
-    fallbacks: list[str] = []
+    fallbacks: Annotated[list[Line], FEW] = []
     created_at_ms: int = 0
 
 
@@ -55,14 +55,14 @@ class TenantLimits(Message, frozen=True, kw_only=True):
 class TenantRecord(Message, frozen=True, kw_only=True):
     """A tenant's entry in the TENANTS bucket, keyed by the encoded name."""
 
-    name: str
+    name: Name
     limits: TenantLimits = TenantLimits()
-    model_limits: dict[str, TenantLimits] = {}
+    model_limits: Annotated[dict[Line, TenantLimits], MANY] = {}
     """Limits that replace ``limits`` for one model."""
     weight: float = 1.0
-    models: list[str] | None = None
+    models: Annotated[list[Line], MANY] | None = None
     """Models that the tenant may see; None is all."""
-    priorities: tuple[Priority, ...] = ("interactive", "batch")
+    priorities: Annotated[tuple[Priority, ...], FEW] = ("interactive", "batch")
     deadline_ms: int = 60_000
     """Default time to the first token."""
     monthly_budget_tokens: int | None = None
@@ -84,19 +84,19 @@ class KeyRecord(Message, frozen=True, kw_only=True):
     It stands there twice for the moment in which it moves to a new pepper.
     """
 
-    id: str
-    tenant: str
-    hash: str = ""
+    id: Name
+    tenant: Name
+    hash: Line = ""
     """The one of its key: a record that was copied to another place opens nothing there."""
-    scopes: tuple[Scope, ...] = ("inference", "usage")
+    scopes: Annotated[tuple[Scope, ...], FEW] = ("inference", "usage")
     """Never ``inference`` beside one of ``admin:``."""
-    addresses: tuple[str, ...] = ()
+    addresses: Annotated[tuple[Line, ...], FEW] = ()
     """Networks (CIDR) whose callers may use it; empty: all."""
     expires_at_ms: int = 0
     """0: never."""
-    note: str = ""
+    note: Line = ""
     """What people call it."""
-    pepper: str = ""
+    pepper: Line = ""
     """Name of the pepper that the hash is under (contracts.keys)."""
     created_at_ms: int = 0
     revoked_at_ms: int = 0
@@ -114,11 +114,11 @@ class Price(Message, frozen=True, kw_only=True):
     Prices are whole millionths of the currency's unit for a million tokens.
     """
 
-    model: str
+    model: Name
     tier: Priority
-    valid_from: str
+    valid_from: Name
     """UTC day, ``2026-11-29``."""
-    currency: str
+    currency: Name
     """``USD``; one currency for all prices."""
     input: int
     cached_input: int
@@ -130,7 +130,7 @@ class Price(Message, frozen=True, kw_only=True):
 class Budget(Message, frozen=True, kw_only=True):
     """A tenant's entry in the BUDGETS bucket, keyed by the encoded name: what was billed in a UTC month."""
 
-    month: str
+    month: Name
     """``2026-11``; entries of earlier months are not cleared."""
     tokens: int
     """Prompt and completion tokens."""

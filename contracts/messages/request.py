@@ -3,15 +3,15 @@
 import msgspec
 
 from contracts.messages.admission import RateLimits
-from contracts.messages.base import NOTHING, Endpoint, Epoch, Message, RequestDemand
+from contracts.messages.base import NOTHING, Endpoint, Epoch, Line, Message, Name, RequestDemand, RequestId, Subject
 from contracts.messages.frames import ErrorData
 
 
 class Reply(Message, frozen=True, kw_only=True):
     """Where frames go: a subject under ``reply.v1.`` and the caller's own name for the stream."""
 
-    subject: str
-    stream: str
+    subject: Subject
+    stream: Name
 
 
 class RequestEnvelope(RequestDemand, frozen=True, kw_only=True):
@@ -26,10 +26,10 @@ class RequestEnvelope(RequestDemand, frozen=True, kw_only=True):
     deadline_ms: int
     """From admission until its first token must come."""
     reply: Reply
-    tokenizer_fingerprint: str = ""
-    client_request_id: str = ""
+    tokenizer_fingerprint: Line = ""
+    client_request_id: Line = ""
     body: msgspec.Raw = NOTHING
-    body_digest: str = ""
+    body_digest: Line = ""
     """SHA-256 (hex) of the body in BODIES."""
     prefix_caching: bool = True
     """Whether the engine may reuse this tenant's earlier prompts; never another tenant's."""
@@ -50,8 +50,8 @@ class WorkItem(Message, frozen=True, kw_only=True):
 
     epoch: Epoch
     attempt: int
-    version: str
-    worker: str
+    version: Name
+    worker: Name
     dispatched_at_ms: int
     """By the owner's clock; the worker's event counts on from here."""
     request: RequestEnvelope
@@ -65,9 +65,9 @@ class SubmitRequest(Message, frozen=True, kw_only=True):
     body: msgspec.Raw = NOTHING
     """OpenAI body; its ``model`` may be left out."""
     deadline_ms: int | None = None
-    stream_owner: str = ""
+    stream_owner: Subject = ""
     """Incarnation under which the service sends heartbeats, if it does."""
-    idempotency_key: str = ""
+    idempotency_key: Line = ""
     """The sender's own name for the request: sent again under it, the request is joined and not run twice. Kept for ten
     minutes after the end; 1 to 255 printable ASCII characters."""
 
@@ -76,11 +76,11 @@ class SubmitAnswer(Message, frozen=True, kw_only=True):
     """Admitted, with the request's id, or refused with an error of errors.TABLE."""
 
     admitted: bool
-    request_id: str
+    request_id: RequestId
     joined: bool = False
     """``request_id`` runs or ran already, under the same key. Its frames go to who submitted it first: ask its worker
     (StatusAnswer.worker) for them."""
-    model: str = ""
+    model: Name = ""
     """Whose scheduler owns the request, for cancel and status; empty when it is the model asked for."""
     status: int = 200
     error: ErrorData | None = None

@@ -1,9 +1,9 @@
 """The ledger's query API: usage, latency, invoices, one request's story."""
 
-from typing import Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from contracts.messages.attempts import AttemptEvent
-from contracts.messages.base import Message
+from contracts.messages.base import FEW, MANY, SMALL, Line, Message, Name, RequestId, Text
 
 UsageDimension = Literal["tenant", "key", "model", "version", "day", "hour", "endpoint", "priority", "outcome"]
 
@@ -13,9 +13,11 @@ LatencyDimension = Literal["tenant", "model", "version", "priority", "day", "hou
 class RangeQuery(Message, frozen=True, kw_only=True):
     """What is asked about a half-open range [from, to) of admission times, in pages of ``limit`` rows."""
 
+    BYTES_MAX: ClassVar[int | None] = SMALL
+
     from_at_ms: int
     to_at_ms: int
-    tenant: str | None = None
+    tenant: Name | None = None
     """None: all tenants (operators only). A subject that names a tenant overrides this."""
     limit: int = 10_000
     offset: int = 0
@@ -24,7 +26,7 @@ class RangeQuery(Message, frozen=True, kw_only=True):
 class LedgerAnswer(Message, frozen=True, kw_only=True):
     """What every answer of the ledger says: all is well, or why there is none."""
 
-    error: str = ""
+    error: Text = ""
     code: Literal["", "invalid_request", "not_found", "unavailable"] = ""
     """With an error: ask differently, there is no such thing, or ask again."""
 
@@ -32,21 +34,21 @@ class LedgerAnswer(Message, frozen=True, kw_only=True):
 class UsageQuery(RangeQuery, frozen=True, kw_only=True):
     """Anyone -> ledger, ``usage.v1.of.<tenant>.usage``: requests, tokens and amounts, summed by dimensions."""
 
-    by: list[UsageDimension]
+    by: Annotated[list[UsageDimension], FEW]
 
 
 class UsageRow(Message, frozen=True, kw_only=True, omit_defaults=False):
     """Dimensions that were not asked for are None."""
 
-    tenant: str | None = None
-    key: str | None = None
-    model: str | None = None
-    version: str | None = None
-    day: str | None = None
-    hour: str | None = None
-    endpoint: str | None = None
-    priority: str | None = None
-    outcome: str | None = None
+    tenant: Name | None = None
+    key: Line | None = None
+    model: Name | None = None
+    version: Name | None = None
+    day: Name | None = None
+    hour: Name | None = None
+    endpoint: Name | None = None
+    priority: Name | None = None
+    outcome: Name | None = None
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -55,7 +57,7 @@ class UsageRow(Message, frozen=True, kw_only=True, omit_defaults=False):
     attempts: int = 0
     unbilled_tokens: int = 0
     """Prompt and completion tokens of attempts that are not billed; in none of the other counts."""
-    amount: str = "0"
+    amount: Name = "0"
     """In the currency's unit: an exact decimal number, at most 12 digits after the point."""
     unpriced_tokens: int = 0
     """Billed tokens for which no price is valid; they add nothing to the amount."""
@@ -68,16 +70,16 @@ USAGE_FIGURES = tuple(name for name in UsageRow.__struct_fields__ if name not in
 class UsageAnswer(LedgerAnswer, frozen=True, kw_only=True):
     """One page of usage, sorted by its dimensions."""
 
-    rows: list[UsageRow] = []
+    rows: Annotated[list[UsageRow], MANY] = []
     has_more: bool = False
-    currency: str = ""
+    currency: Name = ""
     """Empty while there are no prices."""
 
 
 class LatencyQuery(RangeQuery, frozen=True, kw_only=True):
     """Anyone -> ledger, ``usage.v1.of.<tenant>.latency``: spans of attempts, by dimensions."""
 
-    by: list[LatencyDimension]
+    by: Annotated[list[LatencyDimension], FEW]
 
 
 class Quantiles(Message, frozen=True, kw_only=True, omit_defaults=False):
@@ -93,12 +95,12 @@ class Quantiles(Message, frozen=True, kw_only=True, omit_defaults=False):
 class LatencyRow(Message, frozen=True, kw_only=True, omit_defaults=False):
     """Spans of attempts. Dimensions that were not asked for are None."""
 
-    tenant: str | None = None
-    model: str | None = None
-    version: str | None = None
-    priority: str | None = None
-    day: str | None = None
-    hour: str | None = None
+    tenant: Name | None = None
+    model: Name | None = None
+    version: Name | None = None
+    priority: Name | None = None
+    day: Name | None = None
+    hour: Name | None = None
     queue_wait_ms: Quantiles = Quantiles()
     """Admission to dispatch."""
     first_token_ms: Quantiles = Quantiles()
@@ -116,16 +118,18 @@ LATENCY_SPANS = tuple(name for name in LatencyRow.__struct_fields__ if name not 
 class LatencyAnswer(LedgerAnswer, frozen=True, kw_only=True):
     """One page of latencies, sorted by its dimensions."""
 
-    rows: list[LatencyRow] = []
+    rows: Annotated[list[LatencyRow], MANY] = []
     has_more: bool = False
 
 
 class InvoiceQuery(Message, frozen=True, kw_only=True):
     """Anyone -> ledger, ``usage.v1.of.<tenant>.invoice``: what a tenant owes for a month."""
 
-    tenant: str = ""
+    BYTES_MAX: ClassVar[int | None] = SMALL
+
+    tenant: Name = ""
     """A subject that names a tenant overrides this."""
-    month: str
+    month: Name
     """UTC, ``2026-11``."""
 
 
@@ -135,16 +139,16 @@ class InvoiceLine(Message, frozen=True, kw_only=True, omit_defaults=False):
     """
 
     kind: Literal["input", "cached_input", "output", "reasoning", "correction", "rounding"]
-    corrects: str = ""
+    corrects: Line = ""
     """Of a correction: the month that it corrects."""
-    model: str = ""
-    tier: str = ""
-    valid_from: str = ""
+    model: Name = ""
+    tier: Name = ""
+    valid_from: Name = ""
     """Day from which the price is valid; empty when there is no price."""
     tokens: int = 0
-    price: str = "0"
+    price: Name = "0"
     """For a million tokens."""
-    amount: str = "0"
+    amount: Name = "0"
 
 
 class Invoice(Message, frozen=True, kw_only=True, omit_defaults=False):
@@ -153,17 +157,17 @@ class Invoice(Message, frozen=True, kw_only=True, omit_defaults=False):
     An entry in the INVOICES bucket, keyed ``<tenant>.<month>``, once it is issued.
     """
 
-    tenant: str
-    month: str
-    currency: str
+    tenant: Name
+    month: Name
+    currency: Name
     closed: bool
     """The month is over, and so is the time in which a late event may still come: this document never changes."""
     issued_at_ms: int = 0
     """Unix ms; 0 while the month is open."""
     requests: int
-    lines: list[InvoiceLine]
-    usage_amount: str
-    total: str
+    lines: Annotated[list[InvoiceLine], MANY]
+    usage_amount: Name
+    total: Name
     """With the currency's digits (ISO 4217): whole cents of USD, whole yen; half of one rounded up."""
     unpriced_tokens: int
 
@@ -177,7 +181,9 @@ class InvoiceAnswer(LedgerAnswer, frozen=True, kw_only=True):
 class ExplainQuery(Message, frozen=True, kw_only=True):
     """Anyone -> ledger, ``usage.v1.of.<tenant>.explain``: what became of a request."""
 
-    request_id: str
+    BYTES_MAX: ClassVar[int | None] = SMALL
+
+    request_id: RequestId
     """Any id of it: the ``x-request-id`` of its answer, the id in its body, or the one that its caller gave. At most
     256 characters. Of several requests that a caller gave one id the newest is told.
     """
@@ -186,7 +192,7 @@ class ExplainQuery(Message, frozen=True, kw_only=True):
 class ExplainAnswer(LedgerAnswer, frozen=True, kw_only=True):
     """What became of a request: its attempts in order, and the same in plain words, a line each."""
 
-    attempts: list[AttemptEvent] = []
-    text: list[str] = []
-    amount: str = "0"
-    currency: str = ""
+    attempts: Annotated[list[AttemptEvent], MANY] = []
+    text: Annotated[list[Line], MANY] = []
+    amount: Name = "0"
+    currency: Name = ""

@@ -15,7 +15,7 @@ import prometheus_client
 import structlog
 
 from contracts import clock, subjects
-from contracts.bus import Bus, BusError, Incoming, Subscription
+from contracts.bus import Bus, BusError, Incoming, Subscription, unreadable
 from contracts.messages.base import Codec
 from contracts.messages.control import (
     CancelAnswer,
@@ -223,7 +223,7 @@ class Subscriber:
         try:
             reply = _reply_of(message.data)
         except msgspec.MsgspecError as error:
-            log.error("reply_undecodable", subject=message.subject, bytes=len(message.data), reason=str(error))
+            unreadable("reply_undecodable", message, error)
             return
         now = time.monotonic()
         now_ms = int(now * 1000)

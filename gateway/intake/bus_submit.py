@@ -4,11 +4,14 @@ The tenant is the subject's, which the bus's permissions bind to the sender. Fra
 the sender's own reply subject; the gateway is out of the way once it has answered.
 """
 
+from collections import Counter
+
 import msgspec
 import structlog
 
 from contracts import ids, subjects
 from contracts.bus import Bus, BusError, Incoming, Subscription
+from contracts.bus.complaints import seldom
 from contracts.errors import HeadraceError
 from contracts.messages.admission import DEADLINE_MS_MAX, RateLimits
 from contracts.messages.base import Codec
@@ -17,12 +20,17 @@ from contracts.messages.request import SubmitAnswer, SubmitRequest
 from gateway.apis.table import APIS
 from gateway.intake.admission import AdmissionRefused, Intake, RequestContext, idempotency_key
 from gateway.intake.auth import Directory, Identity
+from gateway.metrics import SUBMITS_REFUSED
 
 _log = structlog.get_logger()
 
 QUEUE = "gateways"
 KEY_ID = "bus"
 """In the place of a key's id: the sender's bus credentials admitted it."""
+SUBMITS_MAX = 64
+"""Submits of one tenant that are under way at a time in one gateway: a quarter of all that it handles at once."""
+REASON_CHARS_MAX = 500
+"""Of what the decoder says, which repeats what was sent."""
 
 _submit_codec = Codec[SubmitRequest](SubmitRequest)
 _answer_codec = Codec[SubmitAnswer](SubmitAnswer)
@@ -36,6 +44,7 @@ class NatsIngress:
         self._directory = directory
         self._intake = intake
         self._subscription: Subscription | None = None
+        self._under_way: Counter[str] = Counter()
 
     async def start(self) -> None:
         """Share the subjects with the other gateways."""
@@ -49,7 +58,13 @@ class NatsIngress:
 
     async def _on_submit(self, message: Incoming) -> None:
         request_id = ids.request_id()
+        sender = message.subject.split(".")[2]
+        self._under_way[sender] += 1
         try:
+            if self._under_way[sender] > SUBMITS_MAX:
+                SUBMITS_REFUSED.inc()
+                text = f"More than {SUBMITS_MAX} submits of this tenant are under way."
+                raise HeadraceError("rate_limit_exceeded", text, retry_after_s=1)
             answer = await self._submit(message, request_id)
         except HeadraceError as error:
             answer = _refusal(request_id, error)
@@ -57,8 +72,11 @@ class NatsIngress:
             _log.error("submit_failed", request_id=request_id, reason=str(error))
             answer = _refusal(request_id, HeadraceError("unavailable", "The bus failed.", retry_after_s=2))
         except Exception:
-            _log.exception("unhandled", request_id=request_id, subject=message.subject)
+            if times := seldom("submit_unhandled"):
+                _log.exception("unhandled", request_id=request_id, subject=message.subject, times=times)
             answer = _refusal(request_id, HeadraceError("internal_error", "Something went wrong inside the service."))
+        finally:
+            self._under_way -= Counter((sender,))
         await message.respond(_answer_codec.encode(answer))
 
     async def _submit(self, message: Incoming, request_id: str) -> SubmitAnswer:
@@ -72,7 +90,7 @@ class NatsIngress:
         try:
             submitted = _submit_codec.decode(message.data)
         except msgspec.MsgspecError as error:
-            raise HeadraceError("invalid_json", f"Not a SubmitRequest: {error}.") from error
+            raise HeadraceError("invalid_json", f"Not a SubmitRequest: {str(error)[:REASON_CHARS_MAX]}.") from error
         reply = submitted.reply.subject
         if not subjects.is_reply(reply) or not reply.startswith(subjects.tenant_reply_prefix(tenant_name)):
             raise HeadraceError(

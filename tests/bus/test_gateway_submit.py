@@ -1,17 +1,21 @@
 """The NATS ingress: the same policy as HTTP, and reply subjects of one's own tenant only."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import REGISTRY
 
 from contracts import subjects
 from contracts.messages.admission import AdmissionAnswer
 from contracts.messages.records import TenantRecord
 from contracts.messages.request import Reply, SubmitAnswer, SubmitRequest
+from gateway.intake.bus_submit import SUBMITS_MAX
 from tests.support.gateway_world import BASE, World, decode, encode, serve
+from tests.support.polling import until
 
 OWN = Reply(subject="reply.v1.T1.inbox", stream="7")
 
@@ -91,3 +95,36 @@ async def test_garbage_and_disabled_tenants_are_answered(world: World) -> None:
         if not (answer := await submit(world)).admitted:
             break
     assert answer.status == 403
+
+
+async def test_one_tenant_has_so_many_submits_under_way_and_others_have_theirs(world: World) -> None:
+    """While the scheduler is slow with one tenant's, the next is refused at once, and another tenant is served."""
+    await world.put_tenant(TenantRecord(name="T2"))
+    admitted = world.decide
+    world.decide = lambda request: None if request.tenant == "T1" else admitted(request)
+    asked = [asyncio.create_task(submit(world)) for _ in range(SUBMITS_MAX)]
+    await until(lambda: len({each.request_id for each in world.admissions}) == SUBMITS_MAX, "all are under way")
+    before = REGISTRY.get_sample_value("headrace_submits_refused_total") or 0
+    refused = await submit(world)
+    assert REGISTRY.get_sample_value("headrace_submits_refused_total") == before + 1
+    assert (refused.status, refused.error and refused.error.code) == (429, "rate_limit_exceeded")
+    theirs = Reply(subject="reply.v1.T2.inbox", stream="7")
+    answer = await submit(world, subject=subjects.submit("T2", "m"), reply=theirs)
+    assert answer.admitted, answer
+    world.decide = admitted
+    await asyncio.gather(*asked)
+    assert (await submit(world)).admitted
+
+
+async def test_what_is_no_submit_is_answered_shortly_whatever_it_is(world: World) -> None:
+    """Neither an echo of what was sent nor a broken handler."""
+    for sent in (
+        b'{"endpoint": "%s"}' % (b"x" * 1_000_000),
+        b'{"endpoint": "chat/completions", "reply": {"subject": "a", "stream": "%s"}}' % (b"x" * 1_000_000),
+        b'{"x": %s}' % (b"[" * 200_000),
+        b'{"endpoint": "\xff"}',
+        b"",
+    ):
+        data = await world.bus.request(subjects.submit("T1", "m"), sent, timeout_s=10)
+        answer = decode(data, type=SubmitAnswer)
+        assert (answer.status, len(data) < 1500) == (400, True), data[:200]

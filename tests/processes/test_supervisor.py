@@ -214,3 +214,30 @@ def test_a_held_port_is_given_to_nobody_else_but_our_listeners() -> None:
     finally:
         ours.close()
         theirs.close()
+
+
+async def test_a_child_that_fills_its_log_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is cut while the child writes; what was written last stands in one of the two files."""
+    monkeypatch.setattr(processes, "LOG_BYTES_MAX", 100_000)
+    monkeypatch.setattr(processes, "LOGS_EVERY_S", 0.05)
+    kept, _ = supervisor()
+    chatter = """
+        import time
+        for number in range(600_000):
+            print(number, "x" * 100, flush=True)
+            time.sleep(0.0001)
+    """
+    child = kept.add(spec(tmp_path, chatter))
+    log, former = child.spec.log, child.spec.log.with_suffix(".log.1")
+
+    def last(path: Path) -> int:
+        return int(path.read_text().splitlines()[-2].split()[0])
+
+    try:
+        await until(former.exists, "the log was cut")
+        cut_at = last(former)
+        await until(lambda: last(former) > cut_at, "and once more")
+        assert former.stat().st_size <= 100_000
+        assert b"\0" not in log.read_bytes(), "no hole is left before what is appended"
+    finally:
+        await kept.stop(("worker",))

@@ -60,3 +60,64 @@ def _within(old: Any, new: Any) -> bool:
 def test_a_message_without_a_required_field_is_none() -> None:
     with pytest.raises(msgspec.ValidationError, match="stream_owner"):
         Codec[Message](MESSAGES["StreamOwnerHeartbeat"]).decode(b"{}")
+
+
+# Bounds -----------------------------------------------------------------------------------------------------
+
+
+def _unbounded(kind: msgspec.inspect.Type, path: str) -> Iterator[str]:
+    """Places of ``kind`` that a sender may make as long as it likes."""
+    info = msgspec.inspect
+    match kind:
+        case info.StrType(max_length=None) | info.BytesType(max_length=None):
+            yield path
+        case info.ListType(item_type=item) | info.VarTupleType(item_type=item):
+            if kind.max_length is None:
+                yield path
+            yield from _unbounded(item, f"{path}[]")
+        case info.DictType(key_type=key, value_type=value):
+            if kind.max_length is None:
+                yield path
+            yield from _unbounded(key, f"{path} key")
+            if not isinstance(value, info.AnyType):
+                yield from _unbounded(value, f"{path} value")
+        case info.UnionType(types=kinds):
+            for each in kinds:
+                yield from _unbounded(each, path)
+        case info.StructType(fields=fields):
+            for field in fields:
+                yield from _unbounded(field.type, f"{path}.{field.name}")
+        case info.AnyType():
+            yield path
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_every_field_of_every_message_is_bounded_by_its_type(name: str) -> None:
+    """Raw JSON has its message's bound: it is as long as the bus carries at most."""
+    assert list(_unbounded(msgspec.inspect.type_info(MESSAGES[name]), name)) == []
+
+
+HOSTILE = {
+    "an id of 4 MB": b'{"request_id": "%s"}' % (b"x" * 4_000_000),
+    "white space": b'{"request_id": "a"%s}' % (b" " * 5000),
+    "an unknown field": b'{"request_id": "a", "x": "%s"}' % (b"x" * 5000),
+    "a deep unknown field": b'{"request_id": "a", "x": %s}' % (b"[" * 1500 + b"]" * 1500),
+    "a lone byte": b'{"request_id": "\xff"}',
+    "a surrogate": b'{"request_id": "\\ud800"}',
+    "nothing": b"",
+    "a number": b"1e400",
+    "digits": b'{"request_id": %s}' % (b"9" * 4000),
+}
+
+
+@pytest.mark.parametrize("name", ["CancelRequest", "StatusRequest", "FramesRequest", "ExplainQuery"])
+@pytest.mark.parametrize("sent", HOSTILE.values(), ids=list(HOSTILE))
+def test_what_a_tenant_sends_to_grow_or_to_break_is_no_message(name: str, sent: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        Codec[Message](MESSAGES[name]).decode(sent)
+
+
+def test_a_reply_that_would_be_echoed_in_each_frame_is_short() -> None:
+    sent = {"endpoint": "chat/completions", "reply": {"subject": "reply.v1.t.c", "stream": "s" * 65}, "body": {}}
+    with pytest.raises(msgspec.ValidationError, match="length"):
+        Codec[Message](MESSAGES["SubmitRequest"]).decode(json.dumps(sent).encode())
