@@ -27,6 +27,8 @@ class AttemptEvent(RequestFacts, frozen=True, kw_only=True):
     error_code: Name = ""
     error_message: Text = ""
     """Names no prompt and no output."""
+    withdrawn: bool = False
+    """Who asked was told that nothing had begun, and to ask again: its idempotency key may name another request."""
     retryable: bool = False
     """A failed attempt that another worker may repeat."""
     engine_death: bool = False

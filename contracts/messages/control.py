@@ -27,6 +27,10 @@ from a tenant's service they count as ``client_cancelled``.
 """
 
 
+WITHDRAWN: ServiceFault = "publish_unconfirmed"
+"""Reason of a cancel whose caller was told that nothing had begun, and to ask again."""
+
+
 class CancelRequest(Message, frozen=True, kw_only=True):
     """A tenant's service (``subjects.cancel``) or a gateway (``subjects.gateway_cancel``) -> scheduler. Idempotent."""
 

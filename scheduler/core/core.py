@@ -13,7 +13,7 @@ from contracts.errors import HeadraceError
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch
-from contracts.messages.control import Announce, CancelAnswer, CancelAttempt, Evict, Progress
+from contracts.messages.control import WITHDRAWN, Announce, CancelAnswer, CancelAttempt, Evict, Progress
 from contracts.messages.records import Manifest
 from scheduler.core import events, outcomes, views
 from scheduler.core.lifecycle import UNHEARD, Lifecycle, cancelled
@@ -26,7 +26,7 @@ from scheduler.core.worker_pool import Worker
 READERS_MAX = 16
 """Of one request under an idempotency key."""
 WAITERS_MAX = 16
-"""Cancels of one request that wait for its end; who was dropped asks again."""
+"""Cancels of one request that wait for its end, and askings that wait to join it; who was dropped asks again."""
 
 
 class Core(Lifecycle):
@@ -87,6 +87,10 @@ class Core(Lifecycle):
             if self.tombstones.cancelled(asked.request_id):
                 raise HeadraceError("cancelled", "The request was cancelled.")
             if joined := self._joined(asked):
+                unstored = self.requests.get(joined)
+                if unstored is not None and unstored.state is State.ADMITTED:  # It may never be.
+                    unstored.joining = [*unstored.joining[1 - WAITERS_MAX :], event]
+                    return
                 limits = self.admission.quota(asked.tenant, self.now_ms).rate_limits(self.now_ms)
                 self.do(
                     events.AnswerAdmission(event.handle, AdmissionAnswer(admitted=True, joined=joined, limits=limits))
@@ -126,13 +130,13 @@ class Core(Lifecycle):
                 raise HeadraceError(
                     "conflict", f"Request {named.request_id} of this idempotency key has ended; its answer is not kept."
                 )
-        elif request.cancel_reason == outcomes.WITHDRAWN:
+        elif request.cancel_reason == WITHDRAWN:
             raise HeadraceError(
                 "unavailable", "The request of this idempotency key is still being withdrawn.", retry_after_s=1
             )
         elif len(request.readers or ()) >= READERS_MAX:
             raise HeadraceError("conflict", f"{READERS_MAX} callers read the request of this idempotency key already.")
-        else:
+        elif request.state is not State.ADMITTED:
             self.read_by(request, asked.reader, asked.stream_owner)
         return named.request_id
 
@@ -169,6 +173,9 @@ class Core(Lifecycle):
         elif request.state is State.ADMITTED:
             request.stored(event.envelope, event.seq)  # In time, for its reservation stands.
             self.queue_up(request)
+            joining, request.joining = request.joining, []
+            for asked in joining:
+                self._admission_asked(asked)
         elif request.state in WITH_WORKER and request.work_seq:
             self.do(events.AckRequest(event.seq))
         else:

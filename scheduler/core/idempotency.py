@@ -11,7 +11,8 @@ import msgspec
 from contracts.messages.base import IdempotencyKey
 
 KEPT_MS = 600_000
-"""Ten minutes: longer than any client repeats itself. Read back by a new owner, so it costs time at a takeover."""
+"""Ten minutes: longer than any client repeats itself. A new owner reads the ends of so long: 20,000 take 0.3 s of its
+processor (measured)."""
 KEYS_MAX = 20_000
 """Of a tenant's ended requests: 33 a second for all of KEPT_MS, some 7 MB. Beyond it the oldest are forgotten."""
 

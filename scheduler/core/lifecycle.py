@@ -403,7 +403,7 @@ class Lifecycle:
         """The request of ``event`` has ended; its key goes on naming it, unless who asked was told to ask again."""
         if event.idempotency is None:
             return
-        if outcomes.frees_key(event):
+        if event.withdrawn:
             self.keys.free(event.tenant, event.idempotency, event.request_id)
         else:
             self.keys.end(event.tenant, event.idempotency, event.request_id, self.now_ms)

@@ -5,17 +5,13 @@ Decided from stored events and the request alone, so that a later owner comes to
 
 from contracts.messages.attempts import ENGINE_DEATHS_MAX, AttemptEvent
 from contracts.messages.base import Outcome, RequestFacts, TokenCounts, fields_of
-from contracts.messages.control import CancelReason
+from contracts.messages.control import WITHDRAWN
 from contracts.messages.frames import EndData, ErrorData
 from contracts.tokens import Cost
 from scheduler.core.request import Request
 
 ATTEMPTS_MAX = 2
 """Attempts that a worker had in flight."""
-WITHDRAWN: CancelReason = "publish_unconfirmed"
-"""Reason of a cancel whose caller was told that nothing was admitted."""
-KEY_TAKEN = "Its idempotency key names another request."
-"""How a request ends that an earlier owner admitted and that was stored after another under its key."""
 DISPATCHES_MAX = 8
 """Attempts in all, those that no worker ever had included: bounds a ping-pong of lost workers. A guess."""
 
@@ -90,6 +86,7 @@ def proposed(
         worker=request.worker if lost else "",
         error_code=code,
         error_message=message,
+        withdrawn=request.withdrawn or request.cancel_reason == WITHDRAWN,
         retryable=lost,
         engine_death=worker_died and request.was_in_flight and not request.exonerated,
         reserved_tokens=request.cost.total,
@@ -120,11 +117,6 @@ def unreadable(request: Request | None, request_id: str, number: int, model: str
         error_code=code,
         error_message=message,
     )
-
-
-def frees_key(event: AttemptEvent) -> bool:
-    """Whether the idempotency key may name another request: who asked for this one was told to ask again."""
-    return event.outcome == "cancelled" and (WITHDRAWN in event.error_message or event.error_message == KEY_TAKEN)
 
 
 def end_data(event: AttemptEvent) -> EndData | None:

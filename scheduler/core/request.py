@@ -1,5 +1,7 @@
 """What the scheduler knows of one admitted request; its states and what leads to them are in ``transitions``."""
 
+from typing import Any
+
 import msgspec
 
 from contracts.messages.admission import AdmissionRequest
@@ -31,11 +33,13 @@ class Request:
         "given_back",
         "gone_since_ms",
         "history",
+        "joining",
         "progress",
         "readers",
         "request_seq",
         "state",
         "was_in_flight",
+        "withdrawn",
         "work_attempt",
         "work_seq",
         "worker",
@@ -76,12 +80,16 @@ class Request:
         """Whether ATTEMPTS was asked for that end."""
         self.exonerated = False
         """Whether the death of the present attempt's engine or worker is attributed to a poison candidate beside it."""
+        self.withdrawn = False
+        """Whether who asked has been told that nothing had begun."""
         self.cancel_reason = ""
         self.cancel_sent_at_ms = 0
         self.cancel_waiters: list[object] = []
         """Handles of cancels that are answered when the end is stored."""
         self.readers: dict[str, str] | None = None
         """Stream -> its owner, of a request with an idempotency key: those that read it, who asked first included."""
+        self.joining: list[Any] = []
+        """Askings under its idempotency key that wait until it is stored."""
         self.history: list[str] = []
         """The last changes: time, state and attempt before, trigger."""
 

@@ -77,14 +77,16 @@ class Takeover:
         request = life.take_in(envelope)
         request.request_seq = event.seq
         life.admit_again(request)
+        request.withdrawn = True  # Unless it is queued, for it was given up before it was stored.
         if not life.is_named(request):
-            life.end_waiting(request, "cancelled", "cancelled", outcomes.KEY_TAKEN)
+            life.end_waiting(request, "cancelled", "cancelled", "Its idempotency key names another request.")
         elif life.tombstones.cancelled(envelope.request_id):
             life.end_waiting(request, "cancelled", "cancelled", "The request was cancelled.")
         elif (late_ms := event.stored_at_ms - envelope.publish_by_ms) > 0:
             late = f"The request was stored {late_ms} ms after its reservation had expired, by the bus's clock."
             life.end_waiting(request, "expired", "deadline_exceeded", late)
         else:
+            request.withdrawn = False
             life.queue_up(request)
 
     def finish(self) -> None:

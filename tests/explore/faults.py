@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from tests.explore import gateway, schedulers, workers
-from tests.explore.records import Action, Key, Message, Op
+from tests.explore.records import Action, Asked, Key, Message, Op
 
 if TYPE_CHECKING:
     from tests.explore.world import World
@@ -47,7 +47,17 @@ def faults(world: "World", before: "World | None") -> Iterator[Action]:
         for asked in world.gate.asked:
             if asked.phase == "storing" and (gate or slots):
                 for how in ("never stored", "stored", "stored late"):
-                    yield "publish unconfirmed", asked.rid, how
+                    yield "submit unconfirmed" if asked.key else "publish unconfirmed", asked.rid, how
+            if _is_unanswered(world, asked) and (gate or slots):
+                yield "answer lost", asked.rid
+
+
+def _is_unanswered(world: "World", asked: Asked) -> bool:
+    """A service's first try, whose answer is under way or was just sent: it has read nothing yet."""
+    first = asked.key and asked.ending is None and not asked.rid.endswith("+") and not asked.text
+    return (
+        bool(first) and asked.phase in ("asking", "storing", "stored") and not gateway.is_tried_again(world, asked.rid)
+    )
 
 
 def _of_schedulers(world: "World", slots: list[int], *, moved: bool) -> Iterator[Action]:
@@ -124,6 +134,8 @@ def _harm(name: str, arguments: tuple[object, ...]) -> int:
     """What it may cost: 0 no request, 1 the attempts of one worker, 2 the requests themselves."""
     if name in ("crash", "freeze"):
         return {"s": 0, "w": 1, "g": 2}[str(arguments[0])[0]]
+    if name == "submit unconfirmed":  # After its last try a client gives up.
+        return 2 if str(arguments[0]).endswith("+") else 0
     return _HARM.get(name, 0)
 
 
@@ -194,6 +206,11 @@ def _delay(world: "World", message: Message) -> None:
 
 def _double(world: "World", message: Message) -> None:
     world.late = (*world.late, (world.now, message))
+
+
+def _answer_lost(world: "World", rid: str) -> None:
+    """The client is cut off from its gateway's answer, and asks again under its key."""
+    gateway.try_again(world, rid, "unheard")
 
 
 def _publish_unconfirmed(world: "World", rid: str, how: str) -> None:
@@ -290,6 +307,8 @@ _FAULTS: dict[str, Callable[..., None]] = {
     "delay": _delay,
     "double": _double,
     "publish unconfirmed": _publish_unconfirmed,
+    "submit unconfirmed": _publish_unconfirmed,
+    "answer lost": _answer_lost,
     "work unconfirmed": _work_unconfirmed,
     "work stored late": _work_stored_late,
     "end stored late": _end_stored_late,

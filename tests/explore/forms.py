@@ -30,7 +30,8 @@ def asked_form(asked: Asked, now: int, parts: Parts) -> Any:
     form = parts.relay.form(asked.relay, now) if asked.listens else ()
     questions = frozenset([(question, near(at, now)) for question, at in asked.questions])
     answer = flat(asked.answer, now) if asked.phase == "storing" else b""
-    return asked[:3], answer, form, asked.text, flat(asked.ending, now), questions, asked.cancel
+    told = flat(asked.ending, now), questions, asked.cancel, asked.reads
+    return asked[:3], answer, form, asked.text, *told
 
 
 def flat_form(value: Any, now: int, _: Parts) -> Any:

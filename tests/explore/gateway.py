@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from contracts import subjects
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
+from contracts.messages.base import IdempotencyKey
 from contracts.messages.control import CancelAnswer, CancelRequest
 from contracts.messages.frames import EndData
 from contracts.messages.request import Reply, RequestEnvelope
 from contracts.streaming.subscriber import MAY_STILL_RUN
 from tests.explore import schedulers
+from tests.explore.parts import READER as STREAM_OWNER
 from tests.explore.parts import TENANT, encode
 from tests.explore.records import TICK_MS, Action, Asked, Message, Op, Violation
 
@@ -21,15 +22,14 @@ if TYPE_CHECKING:
 ASKS_MAX = 8
 """Ticks for which admission is asked for."""
 CANCELS_MAX = 30
-STREAM_OWNER = subjects.gateway_stream_owner("g-1")
 
 _admission = msgspec.json.Decoder(AdmissionAnswer)
 _cancelled = msgspec.json.Decoder(CancelAnswer)
 _end = msgspec.json.Decoder(EndData)
 
 
-def new(rid: str, stream: bool) -> Asked:
-    return Asked(rid, stream)
+def new(rid: str, stream: bool, *, keyed: bool = False) -> Asked:
+    return Asked(rid, stream, key=rid if keyed else "")
 
 
 def actions(world: "World") -> Iterator[Action]:
@@ -51,6 +51,20 @@ def update(world: "World", rid: str, **changes: Any) -> None:
     world.gate = world.gate._replace(asked=made)
 
 
+def is_tried_again(world: "World", rid: str) -> bool:
+    """Whether what becomes of this try is nobody's: its client goes on with another one."""
+    return any(asked.rid == rid + "+" for asked in world.gate.asked)
+
+
+def try_again(world: "World", rid: str, why: str) -> None:
+    """Its client hears nothing of it any more; its gateway goes on. The next try has the same key and another name."""
+    asked = find(world, rid)
+    questions = tuple([entry for entry in asked.questions if entry[0] == ("ask",)])
+    update(world, rid, ending=(why, ""), questions=questions, phase="over" if asked.phase == "stored" else asked.phase)
+    again = Asked(rid + "+", asked.stream, key=asked.key)
+    world.gate = world.gate._replace(asked=(*world.gate.asked, again))
+
+
 def end(world: "World", rid: str, kind: str, detail: Any = "") -> None:
     """The caller sees an ending."""
     asked = find(world, rid)
@@ -59,6 +73,8 @@ def end(world: "World", rid: str, kind: str, detail: Any = "") -> None:
     phase = "over" if asked.phase == "stored" or kind != "fail" else asked.phase
     questions = tuple([entry for entry in asked.questions if entry[0] == ("ask",)])
     update(world, rid, ending=(kind, detail), questions=questions, phase=phase)
+    if kind == "refused" and rid.endswith("+") and find(world, rid[:-1]).ending == ("unheard", ""):
+        cancel(world, rid[:-1], "client_cancelled")  # By its key: the client gives up, and the first try may run.
 
 
 def cancel(world: "World", rid: str, reason: str) -> None:
@@ -70,7 +86,11 @@ def cancel(world: "World", rid: str, reason: str) -> None:
 
 def _send_cancel(world: "World", rid: str) -> None:
     asked = find(world, rid)
-    data = encode(CancelRequest(request_id=rid, reason=asked.cancel))  # type: ignore[arg-type]
+    reader = rid if asked.key else ""
+    of = {"request_id": asked.reads or rid}
+    if asked.key and asked.cancel == "client_cancelled" and not asked.reads:
+        of = {"idempotency_key": asked.key}
+    data = encode(CancelRequest(reason=asked.cancel, reader=reader, **of))  # type: ignore[arg-type]
     schedulers.ask_all(world, "cancel", rid, data)
 
 
@@ -96,9 +116,16 @@ def _ask(world: "World", rid: str) -> None:
             stream=find(world, rid).stream,
             deadline_ms=20 * TICK_MS,
             stream_owner=STREAM_OWNER,
+            idempotency=_idempotency(world, rid),
+            reader=rid,
         )
     )
     schedulers.ask_all(world, "ask", rid, data)
+
+
+def _idempotency(world: "World", rid: str) -> IdempotencyKey | None:
+    key = find(world, rid).key
+    return IdempotencyKey(key=key, digest="d") if key else None
 
 
 def envelope_of(world: "World", rid: str) -> bytes:
@@ -122,6 +149,7 @@ def envelope_of(world: "World", rid: str) -> bytes:
             deadline_ms=answer.deadline_ms,
             reply=Reply(subject="reply.v1._gw.g", stream=rid),
             stream_owner=STREAM_OWNER,
+            idempotency=_idempotency(world, rid),
         )
     )
 
@@ -143,14 +171,23 @@ def _submitted(world: "World", rid: str) -> None:
 def unconfirmed(world: "World", rid: str) -> None:
     """REQUESTS did not confirm: the request is cancelled, whatever became of it."""
     cancel(world, rid, "publish_unconfirmed")
-    if find(world, rid).ending is None:
+    asked = find(world, rid)
+    if asked.ending is None and asked.key and not rid.endswith("+"):
+        try_again(world, rid, "told to")
+    elif asked.ending is None:
         end(world, rid, "refused", "unavailable")
     update(world, rid, phase="over")
 
 
 def leave(world: "World", rid: str) -> None:
-    """The caller goes."""
+    """The caller goes. A service's gateway goes on, and knows nothing of it."""
+    phase, questions = find(world, rid).phase, find(world, rid).questions
     end(world, rid, "left")
+    if find(world, rid).key:
+        asking = tuple([entry for entry in questions if entry[0] == ("ask",)])
+        update(world, rid, phase="over" if phase == "stored" else phase, questions=asking)
+        cancel(world, rid, "client_cancelled")
+        return
     update(world, rid, phase="over", questions=())
     cancel(world, rid, "client_disconnected")
 
@@ -179,12 +216,17 @@ def feed(world: "World", rid: str, op: Op) -> None:
                     cancel(world, rid, MAY_STILL_RUN[code])
             case ("status?",):
                 _put_question(world, rid, ("status?",))
-                schedulers.ask_all(world, "status?", rid, world.parts.relay.facts[state][1])
+                schedulers.ask_all(world, "status?", rid, world.parts.relay.facts[state][1], *_of(asked))
             case ("frames?", worker, attempt, from_seq):
                 _put_question(world, rid, output)
-                world.send(("frames?", "", rid, worker, attempt, from_seq))
+                world.send(("frames?", "", rid, worker, attempt, from_seq, *_of(asked)))
     if outputs and outputs[-1][0] not in ("finish", "fail") and world.parts.relay.facts[state][0]:
         raise Violation("exactly one ending", f"{rid}: the relay has finished without a word")
+
+
+def _of(asked: Asked) -> tuple[str, ...]:
+    """The request that is asked about where it is another's."""
+    return (asked.reads,) if asked.reads else ()
 
 
 def _put_question(world: "World", rid: str, question: Op) -> None:
@@ -206,7 +248,7 @@ def _check_end(world: "World", rid: str, data: bytes) -> None:
         return  # What was stored may be lost.
     said = _end.decode(data)
     asked = find(world, rid)
-    for number, event in world.ends_of(rid):
+    for number, event in world.ends_of(asked.reads or rid):
         same = (event.outcome, event.prompt_tokens, event.completion_tokens) == (
             said.outcome,
             said.prompt_tokens,
@@ -245,11 +287,24 @@ def _close_question(world: "World", rid: str, question: Op) -> None:
 
 
 def _admitted(world: "World", rid: str, data: bytes) -> None:
+    answer = _admission.decode(data)
+    if find(world, rid).key and answer.code == "unavailable":
+        return  # It says when to ask again.
     _close_question(world, rid, ("ask",))
-    if _admission.decode(data).admitted:
+    if answer.joined:
+        _join(world, rid, answer.joined)
+    elif answer.admitted:
         update(world, rid, phase="storing", answer=data)
     else:
-        _give_up(world, rid, _admission.decode(data).code)
+        _give_up(world, rid, answer.code)
+
+
+def _join(world: "World", rid: str, joined: str) -> None:
+    """Nothing is stored; what runs or ran under the key is read from its worker."""
+    asked = find(world, rid)
+    relay = world.parts.new_relay(stream=asked.stream, now=world.now, joined=True)
+    update(world, rid, phase="stored" if asked.ending is None else "over", reads=joined, relay=relay)
+    feed(world, rid, ("tick",))
 
 
 def _give_up(world: "World", rid: str, code: str) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from contracts.messages.admission import AdmissionRequest
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Outcome
 from contracts.messages.control import StatusAnswer
@@ -172,6 +173,28 @@ def wall_clock(now: int, wall_is_off: int) -> int:
 def work_id_without_epoch(item: WorkItem) -> str:
     """A deposed owner's dispatch of the same attempt to the same worker passes for the owner's."""
     return f"{item.request.request_id}.{item.attempt}.{item.worker}"
+
+
+class KeylessCore(Core):
+    """Does not look at idempotency keys when it admits."""
+
+    def _joined(self, asked: AdmissionRequest) -> str:
+        return ""
+
+
+class UnnamedCore(Core):
+    """Does not learn the keys of an earlier owner's requests."""
+
+    def is_named(self, request: Request) -> bool:
+        return self.recovering or super().is_named(request)
+
+
+class SelfishCore(Core):
+    """Ends a request for all its readers when the first of them leaves."""
+
+    def left_by(self, request: Request, reader: str) -> bool:
+        super().left_by(request, reader)
+        return True
 
 
 def _stored(event: events.WorkRefused) -> events.StoreWork:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from contracts import subjects
 from contracts.messages.admission import AdmissionRequest
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Codec, Epoch
@@ -52,6 +53,8 @@ FRAMES = Codec[FramesAnswer](FramesAnswer)
 STATUS = Codec[StatusAnswer](StatusAnswer)
 
 TENANT = "t"
+READER = subjects.gateway_stream_owner("g-1")
+"""Stream owner of all that is asked here."""
 MANIFEST = Manifest(name="m", version="v1", engine="simulated", context=4096, default_output_tokens=4)
 SETTINGS = Settings(
     publish_within_ms=3 * TICK_MS,
@@ -59,6 +62,7 @@ SETTINGS = Settings(
     lost_after_beats=LOST_TICKS,
     cancel_repeat_ms=2 * TICK_MS,
     pickup_timeout_ms=5 * TICK_MS,
+    readers_heard_ms=4 * TICK_MS,
     end_overdue_ms=2 * TICK_MS,
 )
 RELAY = RelaySettings(
@@ -69,6 +73,7 @@ RELAY = RelaySettings(
     status_again_ms=2 * TICK_MS,
     unreachable_ms_max=20 * TICK_MS,
     answer_ms_max=2 * TICK_MS,
+    joined_status_ms=TICK_MS,
 )
 """As in production in their proportions: silence is longer than a loss, a repair longer than a takeover."""
 
@@ -200,8 +205,8 @@ class Parts:
     def new_worker(self) -> int:
         return self.worker.add(Box(self._worker()))
 
-    def new_relay(self, *, stream: bool, now: int) -> int:
-        return self.relay.add(self._relay(stream=stream, now_ms=now, settings=RELAY))
+    def new_relay(self, *, stream: bool, now: int, joined: bool = False) -> int:
+        return self.relay.add(self._relay(stream=stream, now_ms=now, settings=RELAY, joined=joined))
 
 
 # The scheduler ---------------------------------------------------------------------------------------------
@@ -219,6 +224,7 @@ def _core_facts(owner: Owner) -> tuple[int, ...]:
         + sum(quota.open for quota in core.admission.quotas.values())
         + sum(share.running + share.waiting for share in core.queue.shares.values())
         + len(core.stream_owners)
+        + len(core.keys)
         + len(core.cancelling)
         + len(core.deferred)
     )
@@ -272,6 +278,8 @@ def _core_event(op: Op) -> events.Event:
             return events.ControlAnswered(rid, attempt, CONTROLLED.decode(data))
         case ("status", rid, void_below):
             return events.StatusAsked(TENANT, rid, rid, void_below=void_below)
+        case ("status", rid, void_below, of):
+            return events.StatusAsked(TENANT, of, rid, void_below=void_below, reader=rid, stream_owner=READER)
         case ("beat", _, data):
             return events.WorkerSeen(BEAT.decode(data))
         case ("stream_owner", _, data):

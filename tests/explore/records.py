@@ -111,6 +111,10 @@ class Asked(NamedTuple):
     """(question, when it was put); they time out at a tick."""
     cancel: str = ""
     cancels: int = 0
+    key: str = ""
+    """Idempotency key of a service's request; its second try is an ``Asked`` of its own, with a ``+`` behind its id."""
+    reads: str = ""
+    """The request that it joined under its key."""
 
     @property
     def listens(self) -> bool:
@@ -128,6 +132,7 @@ class Scenario(NamedTuple):
 
     ``poison``: engines die of the requests, at their first step. ``limited``: the tenant has rate limits.
     ``concurrency``: how many requests the tenant may have open. ``only``: faults that are tried; empty: all of them.
+    ``keyed``: services ask, under idempotency keys, and again when they are not answered or told to.
     """
 
     name: str
@@ -138,3 +143,4 @@ class Scenario(NamedTuple):
     limited: bool = False
     concurrency: int | None = None
     only: tuple[str, ...] = ()
+    keyed: bool = False

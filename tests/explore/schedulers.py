@@ -109,8 +109,8 @@ def receive(world: "World", message: Message) -> None:
             feed(world, slot, ("ask", data))
         case ("cancel", slot, _, rid, data):
             feed(world, slot, ("cancel", rid, data))
-        case ("status?", slot, _, rid, void_below):
-            feed(world, slot, ("status", rid, void_below))
+        case ("status?", slot, _, rid, void_below, *of):
+            feed(world, slot, ("status", rid, void_below, *of))
         case ("controlled", slot, _, rid, attempt, data):
             feed(world, slot, ("controlled", rid, attempt, data))
         case ("beat", slot, _, name, data):

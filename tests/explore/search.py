@@ -13,6 +13,8 @@ one go, at any step. Time passes only when no step is left: what takes longer th
 
 A fault is tried only where it may differ from the same one a step earlier (tests.explore.faults).
 
+A service's request has an idempotency key and a second try, when its first got no answer or was not confirmed.
+
 Not in it: more than one model, requests with several choices.
 """
 
@@ -32,7 +34,6 @@ from contracts.messages.records import TenantLimits
 from tests.explore import workers
 from tests.explore.describe import describe
 from tests.explore.faults import faults
-from tests.explore.gateway import new
 from tests.explore.parts import LIMITS, Parts
 from tests.explore.records import Action, Scenario, Violation
 from tests.explore.world import World
@@ -47,6 +48,7 @@ SCENARIOS = (
     Scenario("two requests", (True, False)),
     Scenario("rate limits", (True,), leaves=0, limited=True),
     Scenario("one at a time", (True, False), concurrency=1),
+    Scenario("a service's stream", (True,), keyed=True),
 )
 
 
@@ -236,7 +238,7 @@ def first_world(parts: Parts, scenario: Scenario) -> World:
     world = world.after(("tick",))
     while world.actions() != [("tick",)]:
         world = world.after(world.actions()[0])
-    world.gate = world.gate._replace(asked=tuple([new(f"r{n}", s) for n, s in enumerate(scenario.streams)]))
+    world.gate = world.gate._replace(asked=World(parts, scenario).gate.asked)
     return world
 
 

@@ -15,11 +15,11 @@ ENOUGH_S = 600.0
 """Far more than a search takes that must be complete."""
 MUTANT_S = 60.0
 """Bound for one mutant; each takes seconds."""
-STREAM, ANSWER, POISON, TWO, LIMITED, FULL = SCENARIOS
+STREAM, ANSWER, POISON, TWO, LIMITED, FULL, SERVICE = SCENARIOS
 
 
 @pytest.mark.parametrize(
-    ("scenarios", "most"), [((STREAM, ANSWER, POISON, LIMITED), 1), ((TWO, FULL), 0)], ids=["one", "two"]
+    ("scenarios", "most"), [((STREAM, ANSWER, POISON, LIMITED, SERVICE), 1), ((TWO, FULL), 0)], ids=["one", "two"]
 )
 def test_no_history_with_so_many_faults_breaks_a_rule(scenarios: tuple[Scenario, ...], most: int) -> None:
     """One request with at most one fault, two requests without any: all histories."""
@@ -40,6 +40,7 @@ def test_no_history_within_the_time_breaks_a_rule(capsys: pytest.CaptureFixture[
 LATE_WORK = Scenario("late work", (False,), leaves=0, only=("crash", "work stored late"))
 RESTORE = Scenario("restore", (False,), leaves=0, only=("restore",))
 CLOCK = Scenario("clock", (False,), leaves=0, only=("step clock",))
+UNHEARD = Scenario("unheard", (True,), leaves=0, keyed=True, only=("crash", "answer lost", "submit unconfirmed"))
 DRAINS = Scenario("drains", (True,), leaves=0, only=("drain",))
 
 BROKEN: dict[str, tuple[Parts, Scenario, set[str]]] = {
@@ -73,6 +74,9 @@ BROKEN: dict[str, tuple[Parts, Scenario, set[str]]] = {
     "trusting": (Parts(core=mutants.TrustingCore), ANSWER, {"everything comes to its end"}),
     "counting": (Parts(core=mutants.CountingCore), DRAINS, {"no request fails in vain"}),
     "epochless": (Parts(work_id=mutants.work_id_without_epoch), LATE_WORK, {"what is dispatched reaches its worker"}),
+    "keyless": (Parts(core=mutants.KeylessCore), UNHEARD, {"a key is run once", "at most one billable attempt"}),
+    "unnamed": (Parts(core=mutants.UnnamedCore), UNHEARD, {"a key is run once", "at most one billable attempt"}),
+    "selfish": (Parts(core=mutants.SelfishCore), UNHEARD, {"no request fails in vain"}),
 }
 """A broken part, the scenario in which it is found, and the rules that it breaks."""
 

@@ -110,8 +110,8 @@ def receive(world: "World", message: Message) -> None:
     match message:
         case ("control", sched, epoch, _, order):
             feed(world, slot, ("control", (sched, epoch, order), order))
-        case ("frames?", _, rid, name, attempt, from_seq):
-            kept = next((k for k in world.workers[slot].kept if k.key == (rid, attempt)), None)
+        case ("frames?", _, rid, name, attempt, from_seq, *of):
+            kept = next((k for k in world.workers[slot].kept if k.key == (*(of or [rid]), attempt)), None)
             answer = FramesAnswer(known=False)
             if kept is not None:
                 decode = msgspec.json.Decoder(Frame).decode

@@ -88,7 +88,9 @@ class World:
         """Whether the streams and the lease are those of a backup from before the history."""
         self.scheds: tuple[Sched, ...] = (Sched("s0"), Sched("s1"))
         self.workers: tuple[Worker, ...] = ()
-        self.gate = Gateway(asked=tuple(gateway.new(f"r{n}", stream) for n, stream in enumerate(scenario.streams)))
+        self.gate = Gateway(
+            asked=tuple(gateway.new(f"r{n}", stream, keyed=scenario.keyed) for n, stream in enumerate(scenario.streams))
+        )
         self.requests: tuple[tuple[int, int, str, bytes], ...] = ()
         """REQUESTS: (sequence, stored at, request id, envelope)."""
         self.consumed: frozenset[int] = frozenset()
@@ -180,6 +182,11 @@ class World:
         text = [msgspec.json.decode(data) for data in gateway.find(self, rid).text]
         if any(stream and shown < attempt for shown, *_ in text):
             raise Violation("no retry of what was seen", f"{rid} attempt {attempt} after {text}")
+        other, ended = _other_try(rid), {number for number, _ in self.ends_of(_other_try(rid))}
+        runs = {number for known, number in map(_attempt_of, self.work) if known == other} - ended
+        done = [event for _, event in self.ends_of(other) if event.outcome == "completed"]
+        if (runs or done) and attempt not in {number for number, _ in self.ends_of(rid)}:
+            raise Violation("a key is run once", f"{rid} attempt {attempt} beside {other}")
         if attempt > 1 and all(number != attempt - 1 for number, _ in self.ends_of(rid)):
             raise Violation("an attempt ends before the next", f"{rid} attempt {attempt}")
 
@@ -193,7 +200,7 @@ class World:
         # After a restore numbers are given anew: an acknowledgement may hit another message than was meant.
         if b"did not reach its worker" in data and not self.restored:
             raise Violation("what is dispatched reaches its worker", f"{rid} attempt {attempt}")
-        if sum(event.billable for _, event in self.ends_of(rid)) > 1:
+        if sum(event.billable for of in (rid, _other_try(rid)) for _, event in self.ends_of(of)) > 1:
             raise Violation("at most one billable attempt", f"{rid} attempt {attempt}")
         if sum(event.engine_death for _, event in self.ends_of(rid)) > DEATHS_MAX:
             raise Violation("a request ends two engines at most", f"{rid} attempt {attempt}")
@@ -478,7 +485,10 @@ class World:
         for asked in self.gate.asked:
             if asked.ending is None:
                 raise Violation("every request ends", f"{asked.rid} has no ending")
-            ends = [event for number, event in self.ends_of(asked.rid) if (asked.rid, number) not in self.garbled]
+            if gateway.is_tried_again(self, asked.rid):
+                continue
+            of = asked.reads or asked.rid
+            ends = [event for number, event in self.ends_of(of) if (of, number) not in self.garbled]
             if asked.ending[0] != "left" and any(event.billable and event.outcome == "cancelled" for event in ends):
                 raise Violation("nobody pays for our failures", f"{asked.rid} ends with {asked.ending}")
             if sum(event.engine_death for event in ends) == DEATHS_MAX:
@@ -514,3 +524,13 @@ class World:
             return self.harm > 0 and not self.faults
         produced = asked.text or any(event.completion_tokens for event in ends)
         return self.harm > 0 and asked.stream and bool(produced)
+
+
+def _other_try(rid: str) -> str:
+    """The request that may have been begun under the same idempotency key."""
+    return rid[:-1] if rid.endswith("+") else rid + "+"
+
+
+def _attempt_of(item: tuple[int, str, bytes]) -> tuple[str, int]:
+    found = ITEM.decode(item[2])
+    return found.request.request_id, found.attempt

@@ -86,6 +86,8 @@ class Service:
         self.settings = settings
         self.clock_ahead = cluster.directory / f"{self.name}.clock"
         """Seconds by which its wall clock is ahead; where the cluster's clocks step it is read at every look."""
+        self.faketime = cluster.directory / f"{self.name}.faketime"
+        """The same for libfaketime, which steps every clock of the process but the monotonic one."""
         self._cluster = cluster
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -100,6 +102,14 @@ class Service:
             "HEADRACE_NATS_SEED_FILE": str(self._cluster.seeds.path(self.name)),
             "HEADRACE_METRICS_PORT": str(self.metrics_port),
         }
+        if self in self._cluster.clocked:
+            self.set_clock(0)
+            environment |= {
+                "LD_PRELOAD": self._cluster.faketime,
+                "FAKETIME_TIMESTAMP_FILE": str(self.faketime),
+                "FAKETIME_CACHE_DURATION": "1",
+                "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            }
         parent = os.getpid()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -139,6 +149,12 @@ class Service:
 
     def thaw(self) -> None:
         self.signal(signal.SIGCONT)
+
+    def set_clock(self, ahead_s: int) -> None:
+        """From now on, within a second, its wall clock is so far ahead."""
+        made = self.faketime.with_suffix(".new")
+        made.write_text(f"{ahead_s:+d}\n")
+        made.rename(self.faketime)
 
     async def exited(self, limit_s: float) -> int:
         """The exit code, once there is one."""
@@ -202,7 +218,10 @@ class Gateway(Service):
 
 
 class Cluster:
-    """NATS and services. ``settings``: HEADRACE_ variables of all services, by lower-case name."""
+    """NATS and services. ``settings``: HEADRACE_ variables of all services, by lower-case name.
+
+    ``faketime``: path of libfaketime, when gateways, schedulers and workers are to have wall clocks that can be set.
+    """
 
     def __init__(
         self,
@@ -214,9 +233,11 @@ class Cluster:
         workers: int = 1,
         ledger: bool = False,
         stepping_clocks: bool = False,
+        faketime: str = "",
         **settings: object,
     ) -> None:
         self.directory = directory
+        self.faketime = faketime
         self.clocks = directory / "clocks" if stepping_clocks else None
         if self.clocks:
             self.clocks.mkdir()
@@ -242,6 +263,11 @@ class Cluster:
         self.ledgers = [Service(self, "ledger", 0, shared | url)] if ledger else []
         self.calls: list[Call] = []
         """Requests that were begun here."""
+
+    @property
+    def clocked(self) -> list[Service]:
+        """Those whose clocks can be set. The ledger takes the bus's time."""
+        return [*self.schedulers, *self.workers, *self.gateways] if self.faketime else []
 
     @property
     def services(self) -> list[Service]:

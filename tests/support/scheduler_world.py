@@ -17,6 +17,7 @@ from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch, Outcome
 from contracts.messages.control import (
+    WITHDRAWN,
     CancelAnswer,
     CancelAttempt,
     ControlAnswer,
@@ -314,7 +315,7 @@ class World:
         progress = worker.running.pop(key, None)
         if progress is None:
             return "unknown"
-        self.end(worker, progress, "cancelled", error_message=why)
+        self.end(worker, progress, "cancelled", error_message=why, withdrawn=why == WITHDRAWN)
         return "ended"
 
     # -- workers -----------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class TokenLedger:
                 self._resize(name, record.limits, now_ms)
             case events.AdmissionAsked(asked):
                 answers = [effect.answer for effect in effects if isinstance(effect, events.AnswerAdmission)]
-                if answers[0].admitted and not answers[0].joined and asked.request_id not in self._open:
+                if answers and answers[0].admitted and not answers[0].joined and asked.request_id not in self._open:
                     cost = Amounts(1, asked.prompt_tokens, asked.max_output_tokens * asked.choices)
                     self._reserve(asked.request_id, asked.tenant, cost, cost, now_ms)
             case events.TerminalStored(end):

@@ -117,6 +117,25 @@ def test_a_reservation_that_expired_leaves_the_key_free() -> None:
     assert answer(world, asks(world)).joined == ""
 
 
+def test_who_asks_while_it_is_not_stored_yet_joins_once_it_is() -> None:
+    """It may never be: then who joined would wait for nothing."""
+    world = World()
+    first = world.ask(idempotency=KEY, reader="a")
+    second = world.ask(idempotency=KEY, reader="b")
+    assert second not in world.answers
+    world.publish(first)
+    assert answer(world, second).joined == first
+    assert world.core.requests[first].readers == {"a": "", "b": ""}
+
+
+def test_who_asks_while_it_is_not_stored_yet_is_admitted_when_it_never_is() -> None:
+    world = World()
+    first = world.ask(idempotency=KEY, reader="a")
+    world.ask(idempotency=KEY, reader="b")
+    assert cancel(world, "publish_unconfirmed", request_id=first, reader="a") is True
+    assert answer(world, asks(world, "b")).joined == ""
+
+
 # Who was told to try again ------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import msgspec
 from contracts.errors import TABLE
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Outcome, RequestFacts, TokenCounts, fields_of
-from contracts.messages.control import SERVICE_FAULTS
+from contracts.messages.control import SERVICE_FAULTS, WITHDRAWN
 from contracts.messages.frames import EndData, ErrorData
 from contracts.messages.request import RequestEnvelope, WorkItem
 from contracts.tokens import reserved
@@ -115,6 +115,7 @@ def terminal_event(
         finish_reason="" if outcome.kind == "failed" else counts.finish_reason,
         error_code=outcome.code,
         error_message=outcome.message,
+        withdrawn=outcome.kind == "cancelled" and outcome.message == WITHDRAWN,
         retryable=retryable,
         engine_death=outcome.engine_death,
         billable=paid_for and outcome.billable,
