@@ -39,11 +39,14 @@ _USER = re.compile(r"[a-z]+(-[A-Za-z0-9-]{1,40})?")
 
 
 class Permissions(msgspec.Struct, frozen=True):
-    """Subjects with wildcards. ``answers``: may answer each request that it receives, once, wherever it asks for."""
+    """Subjects with wildcards. ``answers``: may answer each request that it receives, once, wherever it asks for.
+    ``denied``: may not publish, whatever ``publish`` says.
+    """
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
     answers: bool = False
+    denied: tuple[str, ...] = ()
 
 
 def user_of_tenant(tenant: str) -> str:
@@ -84,10 +87,13 @@ def services_of_tenant(tenant: str = "") -> tuple[str, ...]:
 
 
 def of_user(user: str) -> Permissions:
-    """What the process of a service may do; all that it needs, and the operator everything. Raises InvalidName."""
+    """What the process of a service may do: all that it needs; the operator all but shorten the audit trail.
+
+    Raises InvalidName.
+    """
     role = role_of(user)
     if role == OPERATOR:
-        return Permissions(publish=(">",), subscribe=(">",))
+        return Permissions(publish=(">",), subscribe=(">",), denied=_TRAIL_KEPT)
     publish, subscribe = _ROLES[role]
     streams = (f"$JS.API.STREAM.INFO.{stream['name']}" for stream in topology.STREAMS)
     inbox = _inbox(user)
@@ -144,6 +150,8 @@ def _keep(*buckets: str) -> Iterator[str]:
         yield from _read(f"KV_{bucket}")
 
 
+_TRAIL_KEPT = tuple(f"$JS.API.STREAM.{call}.{topology.AUDIT}" for call in ("DELETE", "UPDATE", "PURGE", "MSG.DELETE"))
+"""An update could let all entries pass their age. Who keeps the server's configuration may add a user that can."""
 _ADMINISTERED = (topology.KEYS, topology.USES, topology.TENANTS, topology.MODELS)
 
 

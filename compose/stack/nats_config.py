@@ -87,8 +87,8 @@ def _users(user: str, keys: Sequence[str], granted: Permissions) -> list[str]:
             f"      {{ # {user}",
             f"        nkey: {key}",
             "        permissions: {",
-            *_allow("publish", granted.publish),
-            *_allow("subscribe", granted.subscribe),
+            *_rights("publish", granted.publish, granted.denied),
+            *_rights("subscribe", granted.subscribe),
             *([answers] if granted.answers else []),
             "        }",
             "      }",
@@ -96,10 +96,11 @@ def _users(user: str, keys: Sequence[str], granted: Permissions) -> list[str]:
     ]
 
 
-def _allow(direction: str, allowed: Sequence[str]) -> list[str]:
+def _rights(direction: str, allowed: Sequence[str], denied: Sequence[str] = ()) -> list[str]:
     return [
         f"          {direction}: {{ allow: [",
         *(f"            {json.dumps(each)}" for each in allowed),
+        *(["          ], deny: [", *(f"            {json.dumps(each)}" for each in denied)] if denied else []),
         "          ] }",
     ]
 

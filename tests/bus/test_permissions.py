@@ -11,8 +11,9 @@ from structlog.testing import capture_logs
 from compose.stack import nats_config
 from compose.stack.nats_system import Servers
 from compose.stack.seeds import SYSTEM, Seeds
-from contracts import permissions, subjects, topology
+from contracts import audit, permissions, subjects, topology
 from contracts.bus import Bus, BusError, Credentials, Incoming
+from contracts.messages.administration import AuditEntry
 from tests.support.cluster import OurNats
 from tests.support.polling import until
 
@@ -450,3 +451,21 @@ async def test_a_tenants_subscriptions_are_bounded(operator: Bus, connect_as: As
     await until(lambda: greedy.session.reconnects > 0 or not greedy.connected, "the greedy one is cut off")
     await other.session.barrier()
     assert other.session.reconnects == 0
+
+
+async def test_not_even_the_operator_shortens_the_audit_trail(operator: Bus) -> None:
+    """By deleting its stream, or by an update after which all entries have passed their age."""
+    record = AuditEntry(
+        id="1", at_ms=1, actor="operator", address="a", via="cli", action="keys.revoke", target="k", result="done"
+    )
+    await audit.append(operator, record)
+    config = next(stream for stream in topology.STREAMS if stream["name"] == topology.AUDIT)
+    for call, question in (
+        ("DELETE", None),
+        ("UPDATE", {**config, "max_age": 1_000_000_000}),
+        ("PURGE", None),
+        ("MSG.DELETE", {"seq": 1}),
+    ):
+        with pytest.raises(BusError):
+            await operator.jetstream.api(f"STREAM.{call}.{topology.AUDIT}", question, timeout_s=0.3)
+    assert await audit.entries(operator) == [record]
