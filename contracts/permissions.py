@@ -10,7 +10,9 @@ What a user can still do to others, and what is done about it:
   gateways take only reply subjects of the sender's own tenant for frames.
 - The server itself answers calls of JetStream's API, and delivers to consumers, wherever the caller says. So whoever
   may make such calls (services, never tenants) could have the server write what is stored, and its own answers,
-  anywhere: receivers decode strictly and ignore what is no message of theirs.
+  anywhere: receivers decode strictly and ignore what is no message of theirs, and records of keys, tenants and models
+  say where they belong. What is left: such a service could crowd out an area of the audit trail with copies, which are
+  no entries, and restore a key that was revoked from a copy that it had made of it before.
 - Subjects of frames and of terminal events name no worker: a worker may send frames to anybody, and end any attempt
   whose ids it knows. The first stored end wins, and frames name their worker, to whom stream owners are locked.
 - Consumers of WORK have one token, their worker's whole name, so that the server cannot bind them to a user: a worker

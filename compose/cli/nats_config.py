@@ -15,9 +15,11 @@ from compose.stack.data_dir import ComposeError, DataDir, default_data_dir
 if TYPE_CHECKING:
     from compose.stack.nats_system import Servers
     from compose.stack.seeds import Seeds
+    from contracts.bus import Credentials
 
 ROTATION_S, LOOK_S = 60.0, 0.5
 """So long may services take to connect with new seeds; they look twice a second."""
+RECORD_S = 3.0
 
 
 def nats_config(
@@ -66,8 +68,31 @@ def nats_config(
         asyncio.run(_rotate(where, seeds, named or seeds.users(), Servers(url, system)))
     elif url:
         asyncio.run(Servers(url, system).reload())
+    if url:
+        credentials = Credentials.from_environment(
+            os.environ | {"HEADRACE_NATS_SEED_FILE": str(seeds.path(permissions.OPERATOR))}
+        )
+        asyncio.run(_record(url, credentials, "users.rotate" if rotate else "users.make", ", ".join(named) or "all"))
     for each in named:
         print(f"HEADRACE_NATS_URL={url}\nHEADRACE_NATS_SEED_FILE={seeds.path(each)}")
+
+
+async def _record(url: str, credentials: "Credentials", action: str, target: str) -> None:
+    """In the audit trail, where there is one already. Not a condition: who has the server's files needs no command."""
+    from compose.stack.records import operator
+    from contracts import audit
+    from contracts.bus import Bus, BusError
+    from contracts.errors import HeadraceError
+
+    try:
+        bus = await Bus.connect(url, name="operator", credentials=credentials, timeout_s=RECORD_S)
+        try:
+            async with audit.recorded(bus, operator(), action, target):
+                pass
+        finally:
+            await bus.close()
+    except (BusError, HeadraceError) as error:
+        print(f"note: this is not in the audit trail: {error}", file=sys.stderr)
 
 
 def _place(directory: Path | None, data_dir: Path | None) -> tuple[Path, str]:

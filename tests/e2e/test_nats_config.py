@@ -38,6 +38,8 @@ async def test_a_tenants_service_is_admitted_to_a_running_bus(stack: Stack) -> N
             break
         await left.cancel()
     assert stack.run.pids["nats"] == nats
+    said = [(entry["action"], entry["target"], entry["result"]) for entry in stack.cli_json("audit")]
+    assert ("users.make", "t.Ser_20vice", "done") in said
 
 
 async def test_a_tenants_service_cannot_act_as_another(stack: Stack) -> None:
