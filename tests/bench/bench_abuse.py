@@ -1,6 +1,6 @@
 """Abuse: 20 honest streams alone, and beside 200 hostile connections, on a whole stack with the simulated engine.
 
-    python -m tests.bench.bench_abuse [--seconds 15]
+    python -m tests.bench.bench_abuse [--rounds 3] [--seconds 6]
 
 Prints the pauses between the honest streams' tokens alone, beside strangers (no key), beside one hostile tenant, and
 beside both, with their ratio to those alone (goal: the 99th percentile at most doubles), and what each process grew
@@ -11,12 +11,14 @@ and computed meanwhile. A hostile connection does one thing, and again 100 ms af
 - the tenant: trailers, chunks of a byte, gzip bombs, large texts to count, streams that it never reads, bodies that
   trickle.
 
-``--only`` takes one kind of hostile connection alone. The attackers are processes of the lowest priority: they would
-have machines of their own.
+``--only`` takes one kind of hostile connection alone. The attackers have the lowest priority, and still use the cores
+that the stack has: what that alone costs is measured by letting them attack something else, a server that answers 401
+to everything; a second ratio is to those pauses. Phases come in turns, for others may use the machine, too.
 """
 
 import argparse
 import asyncio
+import contextlib
 import gzip
 import json
 import os
@@ -33,6 +35,7 @@ from urllib.parse import urlsplit
 
 from compose.stack.processes import die_with
 from tests.bench.bench_stream import TICK_US
+from tests.support.nats_server import free_port
 from tests.support.stack import ROOT, Stack
 
 HONEST = 20
@@ -146,14 +149,30 @@ async def attack(url: str, key: str, many: int, only: str) -> None:
     await asyncio.gather(*(again(kinds[number % len(kinds)]) for number in range(many)))
 
 
-def attackers(stack: Stack, key: str, many: int, only: str) -> "subprocess.Popen[bytes]":
+async def refuse_all(port: int) -> None:
+    """The something else: reads what comes for a second, then closes."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, TimeoutError):
+            await reader.read(1)
+            writer.write(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+            async with asyncio.timeout(1):
+                while await reader.read(1 << 16):
+                    pass
+        writer.transport.abort()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", port) as server:
+        await server.serve_forever()
+
+
+def attackers(url: str, key: str, many: int, only: str) -> "subprocess.Popen[bytes]":
     parent = os.getpid()
 
     def low() -> None:
         die_with(parent)
         os.nice(19)
 
-    command = [sys.executable, "-m", "tests.bench.bench_abuse", "--attack", stack.run.url, "--many", str(many)]
+    command = [sys.executable, "-m", "tests.bench.bench_abuse", "--attack", url, "--many", str(many)]
     command += ["--only", only]
     return subprocess.Popen(
         command,
@@ -219,14 +238,21 @@ async def measure(stack: Stack, seconds: float) -> tuple[list[float], dict[str, 
     return [pause for stream in streams for pause in stream], figures
 
 
+def p99_of(values: list[float]) -> float:
+    return sorted(values)[int(len(values) * 0.99)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=15)
-    parser.add_argument("--attack", help="used by the benchmark itself: address of the gateway")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=6)
+    parser.add_argument("--attack", default="", help="used by the benchmark itself: what to attack, or to be")
     parser.add_argument("--many", type=int, default=HOSTILE)
     parser.add_argument("--only", default="", help="such as bomb")
     options = parser.parse_args()
-    if options.attack:
+    if options.attack.startswith("127.0.0.1:"):
+        asyncio.run(refuse_all(int(options.attack.rpartition(":")[2])))
+    elif options.attack:
         asyncio.run(attack(options.attack, os.environ["HOSTILE_KEY"], options.many, options.only))
     with tempfile.TemporaryDirectory() as directory:
         stack = Stack(Path(directory) / "data", "--engine", "simulated", "--sim-itl-ms", str(ITL_MS)).wait_ready()
@@ -235,31 +261,49 @@ def main() -> None:
                 admin.post("/admin/v1/tenants", json={"name": "hostile"}).raise_for_status()
                 key = admin.post("/admin/v1/keys", json={"tenant": "hostile"}).raise_for_status().json()["key"]
             half = options.many // 2
-            phases: list[tuple[str, list[tuple[str, int]]]] = [("alone", [])]
+            other = f"127.0.0.1:{free_port()}"
+            gateway, elsewhere = stack.run.url, f"http://{other}"
+            groups = [("", half), (key, half)]
+            phases: list[tuple[str, str, list[tuple[str, int]]]] = [
+                ("alone", gateway, []),
+                ("beside both, who attack something else", elsewhere, groups),
+            ]
             if options.only in ("", *(kind.__name__ for kind in STRANGERS)):
-                phases.append(("beside strangers", [("", options.many)]))
+                phases.append(("beside strangers", gateway, [("", options.many)]))
             if options.only in ("", *(kind.__name__ for kind in TENANT)):
-                phases.append(("beside a tenant", [(key, options.many)]))
+                phases.append(("beside a tenant", gateway, [(key, options.many)]))
             if not options.only:
-                phases.append(("beside both", [("", half), (key, half)]))
-            alone = 0.0
-            for name, groups in phases:
-                running = [attackers(stack, given, many, options.only) for given, many in groups]
-                time.sleep(3 if running else 1)
-                pauses, figures = asyncio.run(measure(stack, options.seconds))
-                for process in running:
-                    process.send_signal(signal.SIGKILL)
-                    process.wait()
-                pauses.sort()
-                p99 = pauses[int(len(pauses) * 0.99)]
-                alone = alone or p99
+                phases.append(("beside both", gateway, groups))
+            pauses: dict[str, list[float]] = {name: [] for name, _, _ in phases}
+            figures: dict[str, dict[str, list[tuple[float, float]]]] = {
+                name: {role: [] for role in ROLES} for name, _, _ in phases
+            }
+            for _ in range(options.rounds):
+                for name, url, hostile in phases:
+                    running = [attackers(url, given, many, options.only) for given, many in hostile]
+                    if url == elsewhere:
+                        running.append(attackers(other, "", 0, ""))
+                    time.sleep(3 if running else 1)
+                    found, used_by = asyncio.run(measure(stack, options.seconds))
+                    pauses[name] += found
+                    for role, figure in used_by.items():
+                        figures[name][role].append(figure)
+                    for process in running:
+                        process.send_signal(signal.SIGKILL)
+                        process.wait()
+                    time.sleep(1)
+            alone, same_load = (p99_of(pauses[name]) for name, _, _ in phases[:2])
+            for name, found in pauses.items():
+                p99 = p99_of(found)
                 print(
-                    f"{name}: pauses p50 {statistics.median(pauses):.1f}, p99 {p99:.1f}, most {pauses[-1]:.1f} ms; "
-                    f"p99 {p99 / alone:.2f} times that alone ({len(pauses)} pauses)"
+                    f"{name}: pauses p50 {statistics.median(found):.1f}, p99 {p99:.1f}, most {max(found):.1f} ms; p99 "
+                    f"{p99 / alone:.2f} times alone, {p99 / same_load:.2f} times under the same load elsewhere"
                 )
-                shown = ", ".join(f"{role} {cpu:.2f} s/s {mib:.0f} MiB" for role, (cpu, mib) in figures.items())
-                print(f"    CPU and peak memory: {shown}", flush=True)
-                time.sleep(2)
+                shown = [
+                    f"{role} {statistics.mean(cpu for cpu, _ in each):.2f} s/s {max(mib for _, mib in each):.0f} MiB"
+                    for role, each in figures[name].items()
+                ]
+                print(f"    CPU and peak memory: {', '.join(shown)}", flush=True)
         finally:
             stack.stop()
 
