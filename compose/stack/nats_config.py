@@ -7,7 +7,7 @@ only the subjects of ``permissions.services_of_tenant`` lead to the services.
 import json
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from compose.stack.data_dir import ComposeError, write_private
@@ -28,9 +28,9 @@ Keys = Mapping[str, Sequence[str]]
 """User -> its public keys."""
 
 
-def write(directory: Path, seeds: Seeds, *, without: Collection[str] = ()) -> None:
-    """The file of users, from their seeds; ``without`` has users that the server shall not know."""
-    keys = {user: seeds.public_keys(user) for user in seeds.users() if user not in without}
+def write(directory: Path, seeds: Seeds) -> None:
+    """The file of users, from the seeds of those that are not shut out."""
+    keys = {user: seeds.public_keys(user) for user in seeds.admitted()}
     (directory / FILE).parent.mkdir(parents=True, exist_ok=True)
     write_private(directory / FILE, accounts(keys).encode())
 

@@ -14,7 +14,10 @@ SYSTEM = "system"
 
 
 class Seeds:
-    """``<user>.seed`` and, during a rotation, ``<user>.next`` in a directory for each user, to be mounted alone."""
+    """``<user>.seed``, during a rotation ``<user>.next``, and ``<user>.shut`` of who is shut out.
+
+    Each user's files are in a directory of their own, to be mounted alone.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -39,6 +42,20 @@ class Seeds:
         following = self._next(user)
         return [_public(path) for path in (self.path(user), following) if path == self.path(user) or path.exists()]
 
+    def shut(self, user: str, *, shut: bool) -> bool:
+        """Whether that is a change: a user that is shut out keeps its seed, and the servers do not know it."""
+        if not self.path(user).exists() or shut == self._shut(user).exists():
+            return False
+        if shut:
+            write_private(self._shut(user), b"")
+        else:
+            self._shut(user).unlink()
+        return True
+
+    def admitted(self) -> list[str]:
+        """Users that are not shut out."""
+        return [user for user in self.users() if not self._shut(user).exists()]
+
     def prepare(self, users: Iterable[str]) -> None:
         """Make the next seeds, which nobody uses yet; a rotation that was broken off goes on."""
         for user in users:
@@ -50,8 +67,11 @@ class Seeds:
         for user in users:
             self._next(user).replace(self.path(user))
 
+    def _shut(self, user: str) -> Path:
+        return self.path(user).with_name(f"{user}.shut")
+
     def _next(self, user: str) -> Path:
-        return self.path(user).with_suffix(".next")
+        return self.path(user).with_name(f"{user}.next")
 
 
 def _new() -> bytes:

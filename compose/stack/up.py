@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from compose.stack import nats_config
+from compose.stack import nats_config, tenant_users
 from compose.stack.data_dir import (
     ROLES,
     ComposeError,
@@ -29,6 +29,7 @@ from compose.stack.data_dir import (
     write_private,
 )
 from compose.stack.manifest import make_manifest
+from compose.stack.nats_system import Servers
 from compose.stack.ports import Ports
 from compose.stack.probes import http_reason, nats_reason
 from compose.stack.processes import Child, Probe, Spec, Supervisor
@@ -141,6 +142,7 @@ class Stack:
         self._metrics: dict[str, list[str]] = {}
         self._served = False
         self._restoring: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
 
     async def live(self) -> NoReturn:
         """Start everything and stay until something cannot be kept up; raises ComposeError then."""
@@ -166,8 +168,9 @@ class Stack:
     async def stop(self) -> None:
         self._served = False
         self._directory.remove_run()
-        if self._restoring:
-            self._restoring.cancel()
+        for task in (self._restoring, self._following):
+            if task:
+                task.cancel()
         await self.supervisor.stop(tuple(GRACE_S))
         self._ports.close()
 
@@ -175,6 +178,8 @@ class Stack:
         if not self._options.nats_url:
             await self.supervisor.wait_ready([self._add_nats()])
         await self._keep_records()
+        if not self._options.nats_url:
+            self._following = asyncio.create_task(self._follow_tenants())
         for index in range(self._options.schedulers):
             self._add_service("scheduler", index, {"HEADRACE_PEPPER_FILE": str(self._directory.pepper)})
         for index in range(self._options.workers * len(self._manifests)):
@@ -245,6 +250,20 @@ class Stack:
             if self._restoring:
                 self._restoring.cancel()  # what it has entered may be lost with the store
             self._restoring = asyncio.create_task(self._restore(child))
+
+    async def _follow_tenants(self) -> None:
+        """The bus is closed to the services of disabled tenants."""
+        system = Credentials(seed_file=self._seed_file(SYSTEM))
+        while True:
+            try:
+                bus = await Bus.connect(self._nats, name=OPERATOR, credentials=self._credentials)
+                try:
+                    await tenant_users.follow(bus, self._seeds, self._directory.nats, Servers(self._nats, system))
+                finally:
+                    await bus.close()
+            except (BusError, ComposeError, TimeoutError) as error:
+                self._terminal.say(f"note: the bus may be open to disabled tenants: {error}")
+            await asyncio.sleep(RESTORE_S)
 
     async def _restore(self, nats: Child) -> None:
         """Enter the records in a new life of NATS."""

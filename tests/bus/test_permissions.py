@@ -352,7 +352,8 @@ async def test_a_new_tenants_user_comes_and_goes_without_a_restart(
     await worker.publish(subjects.tenant_reply_prefix("T3") + "c", b"frame")
     await until(lambda: frames, "the frame has crossed")
 
-    nats_config.write(tmp_path, seeds, without={user})
+    assert seeds.shut(user, shut=True)
+    nats_config.write(tmp_path, seeds)
     await servers.reload()
     await until(lambda: not newcomer.connected, "the user is cut off")
     for bus in (gateway, worker, operator):

@@ -1,5 +1,6 @@
 """A tenant's own service on the bus of a whole stack: its user, what it gets, and what it cannot have."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from contracts import subjects
 from contracts.bus import Bus, BusError, Credentials, Unavailable
 from contracts.client import Client
 from contracts.errors import HeadraceError
+from tests.support.polling import until
 from tests.support.stack import Stack, headrace
 
 HELLO = [{"role": "user", "content": "one two three"}]
@@ -91,3 +93,39 @@ def test_users_can_be_made_for_a_server_of_ones_own(tmp_path: Path) -> None:
     seeds["worker-7.seed"].write_text("")
     done = headrace("nats-config", "--dir", str(tmp_path))
     assert done.returncode == 1 and "the seed is empty" in done.stderr and "worker-7.seed" in done.stderr
+
+
+async def test_a_disabled_tenants_service_is_cut_off_and_comes_back(stack: Stack) -> None:
+    """Its connection ends, whoever disabled it; nobody else's does."""
+    url, mine = stack.run.nats_url, admitted(stack, "naughty")
+    other = await Bus.connect(url, name="other", credentials=admitted(stack, "good"))
+    bus = await Bus.connect(url, name="naughty", credentials=mine)
+    assert stack.cli("tenant", "set", "naughty", "--disable").returncode == 0
+    await until(lambda: not bus.connected, "the service is cut off")
+    with pytest.raises(BusError, match="Authorization"):
+        await Bus.connect(url, name="again", credentials=mine, timeout_s=0.5)
+    await other.session.barrier()
+    assert other.session.reconnects == 0
+    assert stack.cli("nats-config", "--tenant", "good").returncode == 0
+    assert not bus.connected, "a change of others lets it in again"
+    assert stack.cli("tenant", "set", "naughty", "--enable").returncode == 0
+    await until(lambda: bus.connected, "the service is back")
+    await asyncio.gather(bus.close(), other.close())
+
+
+async def test_all_seeds_are_replaced_while_a_stream_runs(stack: Stack) -> None:
+    """Of all services and of the service that reads: no token is lost, and no process is started anew."""
+    mine = admitted(stack, "rotating")
+    before, pids = Path(mine.seed_file).read_bytes(), stack.run.pids
+    async with Client(stack.run.nats_url, tenant="rotating", credentials=mine) as client:
+        stream = client.chat(model=stack.model, messages=HELLO, max_tokens=400)
+        chunks = aiter(stream)
+        texts = [(await anext(chunks)).text]
+        rotating = asyncio.create_task(asyncio.to_thread(stack.cli, "nats-config", "--rotate"))
+        texts += [chunk.text async for chunk in chunks]
+        done = await rotating
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "".join(texts) == " ".join(f"t{number}" for number in range(400))
+        assert Path(mine.seed_file).read_bytes() != before
+        assert (await client.chat_once(model=stack.model, messages=HELLO, max_tokens=2)).text == "t0 t1"
+    assert stack.run.pids == pids
