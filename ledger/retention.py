@@ -7,6 +7,7 @@ events; by subject it would take one each.
 from datetime import UTC, datetime
 
 from contracts.bus import Bus, NotFound
+from contracts.bus.jetstream import rfc3339_ns
 from contracts.topology import ATTEMPTS
 from ledger import metrics
 
@@ -16,16 +17,18 @@ MESSAGES_MAX = 100_000
 """Removed at a time, so that the server never works on it for long."""
 
 
-async def purge(bus: Bus, durable: str, now_s: float) -> int:
+async def purge(bus: Bus, durable: str) -> int:
     """Remove at most MESSAGES_MAX events that are old and that ``durable`` has acknowledged without a gap.
 
-    Returns how many went; raises BusError.
+    Old by the bus's clock, which dated them: a ledger whose own is ahead must not let an attempt end twice. Returns
+    how many went; raises BusError.
     """
     consumer = await bus.jetstream.api(f"CONSUMER.INFO.{ATTEMPTS}.{durable}")
     stream = await bus.jetstream.api(f"STREAM.INFO.{ATTEMPTS}")
     first_seq = int(stream["state"]["first_seq"])
     keep_from = min(int(consumer["ack_floor"]["stream_seq"]) + 1, first_seq + MESSAGES_MAX)
-    cutoff = datetime.fromtimestamp(now_s - KEEP_S, UTC).isoformat().replace("+00:00", "Z")
+    cutoff_s = rfc3339_ns(stream["ts"]) / 1e9 - KEEP_S
+    cutoff = datetime.fromtimestamp(cutoff_s, UTC).isoformat().replace("+00:00", "Z")
     try:
         young = await bus.jetstream.api(f"STREAM.MSG.GET.{ATTEMPTS}", {"start_time": cutoff})
         keep_from = min(keep_from, int(young["message"]["seq"]))

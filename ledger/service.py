@@ -4,7 +4,6 @@ Which events become rows and how they get there is ingest.py's; each other duty 
 """
 
 import asyncio
-import time
 from urllib.parse import urlsplit
 
 import structlog
@@ -129,6 +128,6 @@ class Ledger:
         while True:
             await asyncio.sleep(PURGE_S)
             try:
-                await retention.purge(self._bus, DURABLE, time.time())
+                await retention.purge(self._bus, DURABLE)
             except BusError as error:
                 log.warning("attempts_not_purged", error=str(error))

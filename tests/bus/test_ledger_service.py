@@ -402,15 +402,20 @@ async def any_is_away(ledgers: list[Ledger]) -> bool:
     return any([await is_away(ledger) for ledger in ledgers])
 
 
-async def test_what_is_stored_and_old_is_purged_and_nothing_else(bus: Bus, ledger: Ledger) -> None:
+async def test_what_is_stored_and_old_is_purged_and_nothing_else(
+    bus: Bus, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await store(bus, [event() for _ in range(20)])
     await arrived(bus, 20)
     assert ledger.send(signal.SIGTERM) == 0
     await store(bus, [event() for _ in range(5)])  # old as well below, but not in the ledger
     purged = metric("headrace_ledger_purged_total")
-    assert await retention.purge(bus, "ledger", time.time()) == 0
-    assert await retention.purge(bus, "ledger", time.time() + 2 * retention.KEEP_S) == 20
-    assert await retention.purge(bus, "ledger", time.time() + 2 * retention.KEEP_S) == 0
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s + 2 * retention.KEEP_S)
+    assert await retention.purge(bus, "ledger") == 0, "it is old by the bus's clock alone"
+    monkeypatch.setattr(retention, "KEEP_S", -2 * retention.KEEP_S)
+    assert await retention.purge(bus, "ledger") == 20
+    assert await retention.purge(bus, "ledger") == 0
     assert (await bus.jetstream.api(f"STREAM.INFO.{topology.ATTEMPTS}"))["state"]["messages"] == 5
     assert metric("headrace_ledger_purged_total") == purged + 20
 

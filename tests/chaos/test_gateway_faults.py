@@ -192,6 +192,14 @@ async def test_a_request_that_is_stored_after_its_time_never_runs(cluster: Clust
     assert (event.outcome, event.attempt) == ("expired", 0)
 
 
+async def test_the_large_body_of_a_dead_gateway_leaves_the_store(cluster: Cluster) -> None:
+    call = cluster.ask(gateway=1, words=["large"] * 60_000, max_tokens=2000)
+    await call.shows(2)
+    assert await cluster.stored("BODIES") > 0
+    cluster.gateways[1].kill()
+    await cluster.quiet()
+
+
 @pytest.mark.slow
 async def test_an_admission_that_is_never_published_lapses(cluster: Cluster) -> None:
     """10 s until it must be stored, 2 s of patience; then the tokens come back without anybody's word."""
