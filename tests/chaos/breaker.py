@@ -235,6 +235,7 @@ class Breaker:
             self._cluster.nats.start()
             self._broken -= set(self._cluster.ledgers)
             self.restores.append((began, time.monotonic() + RESTORED_S))
+            print(f"  restored, {time.strftime('%H:%M:%S')}", flush=True)
 
 
 async def _is_booked(bus: Bus) -> bool:

@@ -1,7 +1,8 @@
 """Callers of the long run: what each asks, over HTTP or the bus, what it reads, and whether it should have read that.
 
-A caller asks again, as clients do, while it is refused for want of a server, a place or a bus, within ASKS_S. Those
-with an idempotency key also do so after a broken connection: the key makes it one request.
+A caller asks again, as clients do, within ASKS_S: while it is refused for want of a server, a place or a bus, and after
+a connection that broke before it had read anything. With an idempotency key it is one request, and asked for again also
+when part of it was read; without one each try may be billed.
 """
 
 import asyncio
@@ -141,7 +142,8 @@ class Request:
                 break
             await call.done(ASKS_S + 60)
             refused = call.code in ASKED_AGAIN and not call.text
-            if not (refused or (self.key and call.broke)) or time.monotonic() > give_up_at:
+            unread = bool(call.broke) and (bool(self.key) or not call.text)
+            if not (refused or unread) or time.monotonic() > give_up_at:
                 break
             await asyncio.sleep(source.uniform(*PAUSE_S))
         self.ended_at = time.monotonic()
