@@ -21,7 +21,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     tls_key_file: str = ""
     connections_max: Count = 4096
     """Open connections of callers, at each of both addresses: each may cost 100 KB."""
-    connections_per_address_max: Count = 1024
+    connections_per_address_max: Count = 2048
     """Of one client's address; raise it when a proxy in front is the only client."""
     cors_origins: tuple[str, ...] = ("*",)
     """Origins whose pages may call the API; ``*`` is all: a key in a header, not a cookie, authenticates."""

@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
 import structlog
 from starlette.types import ASGIApp
 
+from contracts import errors
 from gateway import metrics
 from gateway.config import GatewayConfig
 from gateway.http.connection import Connection, answer_head
@@ -29,7 +31,19 @@ UNACKED_MS_MAX = 60_000
 END_S = 2.0
 """Connections whose answers should have ended have so long to write them out."""
 
-_FULL = answer_head(503, [(b"content-length", b"0"), (b"retry-after", b"1"), (b"connection", b"close")])
+_FULL_BODY = msgspec.json.encode(errors.body("unavailable", "Too many connections are open; use them again."))
+_FULL = (
+    answer_head(
+        503,
+        [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(_FULL_BODY)),
+            (b"retry-after", b"1"),
+            (b"connection", b"close"),
+        ],
+    )
+    + _FULL_BODY
+)
 
 _log = structlog.get_logger()
 

@@ -128,6 +128,7 @@ TENANT: list[Attack] = [trailers, small_chunks, bomb, large_text, never_reading,
 async def attack(url: str, key: str, many: int, only: str) -> None:
     """``many`` hostile connections until the process is ended."""
     kinds = [kind for kind in (TENANT if key else STRANGERS) if only in ("", kind.__name__)]
+    many = many if kinds else 0
     split = urlsplit(url)
 
     async def again(kind: Attack) -> None:
