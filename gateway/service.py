@@ -5,7 +5,7 @@ import gc
 
 import structlog
 
-from contracts import ids
+from contracts import ids, subjects
 from contracts.bus import Bus
 from contracts.keys import Peppers
 from contracts.messages.frames import ErrorData
@@ -52,7 +52,7 @@ class Gateway:
             claim_check_bytes=config.claim_check_bytes,
             ask_s_max=config.admit_s_max,
         )
-        self._readiness = Readiness(bus, self._catalog)
+        self._readiness = Readiness(bus, self._catalog, subjects.gateway_stream_owner(self._hub.incarnation))
         self._ingress = NatsIngress(bus, self._directory, intake)
         self._services = Services(
             config=config,

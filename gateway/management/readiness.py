@@ -1,8 +1,12 @@
-"""Whether a request would be served now: asks every model's scheduler about once a second."""
+"""Whether a request would be served now: asks every model's scheduler about once a second.
+
+A clock that differs is no reason not to serve, for nothing is decided by it; it is logged when it is found.
+"""
 
 import asyncio
 
 import msgspec
+import structlog
 
 from contracts import subjects
 from contracts.bus import Bus, Unavailable
@@ -15,14 +19,20 @@ ASK_SOON_S = 0.1
 """Until everything is ready once: a stack that starts is not made to wait."""
 ASK_TIMEOUT_S = 1.0
 
+_log = structlog.get_logger()
+
 _queue_codec = Codec[QueueAnswer](QueueAnswer)
 
 
 class Readiness:
     """``not_ready`` says what was found at the last look."""
 
-    def __init__(self, bus: Bus, catalog: Catalog) -> None:
+    def __init__(self, bus: Bus, catalog: Catalog, stream_owner: str) -> None:
         self._bus = bus
+        self._stream_owner = stream_owner
+        self._clock_differs = False
+        self._ahead_ms = 0
+        """By the answers of one round."""
         self._catalog = catalog
         self._reasons: list[str] = ["the models have not been looked at yet"]
         self._task: asyncio.Task[None] | None = None
@@ -50,8 +60,16 @@ class Readiness:
         while True:
             names = self._catalog.names()
             found = await asyncio.gather(*(self._look_at(name) for name in names))
+            self._tell_clock()
             self._reasons = [reason for reason in found if reason] if names else ["there is no model"]
             await asyncio.sleep(ASK_SOON_S if self._reasons else ASK_EVERY_S)
+
+    def _tell_clock(self) -> None:
+        """Once when it begins to differ, once when it does no longer."""
+        if bool(self._ahead_ms) is not self._clock_differs:
+            self._clock_differs = bool(self._ahead_ms)
+            _log.warning("clock_differs", ahead_s=self._ahead_ms / 1000)
+        self._ahead_ms = 0
 
     async def _look_at(self, model: str) -> str:
         try:
@@ -61,6 +79,7 @@ class Readiness:
             return f"no scheduler answers for {model!r}"
         except msgspec.MsgspecError:
             return f"the scheduler of {model!r} gives no readable answer"
+        self._ahead_ms = next((it.ahead_ms for it in answer.clocks if it.process == self._stream_owner), self._ahead_ms)
         if not answer.owner:
             return f"no scheduler owns {model!r}"
         if not any(worker.state == "ready" for worker in answer.workers):

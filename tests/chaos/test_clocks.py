@@ -52,6 +52,7 @@ async def test_d20_hosts_with_other_clocks_serve_and_are_named(cluster: Cluster,
             return theirs == set(found.values()) and found[worker.joined_as] == round(-ahead_s)
 
         await until(named, "all three clocks are told", 20)
+        await until(lambda: '"clock_differs"' in gateway.log.read_text(), "the gateway says it of itself", 20)
     finally:
         for service in (gateway, worker, scheduler):
             step(service, 0)
