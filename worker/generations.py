@@ -105,6 +105,7 @@ class Generations:
             endpoint=request.endpoint,
             body=body,
             stream=request.stream,
+            tenant=request.tenant,
             cache_salt=request.tenant if request.prefix_caching else request.request_id,
             prompt_tokens=request.prompt_tokens,
         )

@@ -30,6 +30,9 @@ class ValidBody(msgspec.Struct):
     least_output_tokens: int = 1
     """What the default must not go below: a scripted answer states its own length."""
 
+    logprobs_per_prompt_token: int = 0
+    """Log-probabilities asked for of each token of the prompts, its own among them."""
+
 
 class Api(msgspec.Struct, frozen=True, kw_only=True):
     """What is particular to one API."""

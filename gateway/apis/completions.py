@@ -18,6 +18,11 @@ class CompletionsBody(TextBody, kw_only=True):
     best_of: Positive | None = None
     suffix: str | None = None
 
+    @property
+    def logprobs_per_prompt_token(self) -> int:
+        echoed = 1 + self.logprobs if self.echo and self.logprobs is not None else 0
+        return max(super().logprobs_per_prompt_token, echoed)
+
 
 def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> ValidBody:
     fields = only_offered(fields)

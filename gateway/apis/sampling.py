@@ -115,6 +115,11 @@ class TextBody(Sampling, kw_only=True):
             if self.structured_outputs is not None and self.response_format.type != "text":
                 refuse("structured_outputs", "Give 'response_format' or 'structured_outputs', not both.")
 
+    @property
+    def logprobs_per_prompt_token(self) -> int:
+        """See ValidBody."""
+        return 0 if self.prompt_logprobs is None else 1 + self.prompt_logprobs
+
     def valid(self, fields: dict[str, Any], *, prompts: int, limit: int | None) -> ValidBody:
         """The checked body; ``limit`` is what the caller stated per choice. Raises HeadraceError.
 
@@ -136,6 +141,7 @@ class TextBody(Sampling, kw_only=True):
             stream=bool(self.stream),
             choices=prompts * n,
             max_output_tokens=limit,
+            logprobs_per_prompt_token=self.logprobs_per_prompt_token,
             least_output_tokens=max(1, least, len(script.script() or ()) if script is not None else 0),
         )
 

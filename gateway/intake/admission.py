@@ -32,6 +32,9 @@ from gateway.prompt import threads
 
 ON_THE_SPOT_BYTES = 256 << 10
 """Larger bodies are taken apart on a thread, in steps of tens of milliseconds at most (1M tokens, measured)."""
+PROMPT_LOGPROBS_MAX = 65_536
+"""Of all prompts of a request: some 4 MB of answer. An evaluation that asks for 1 beside the token's own scores 32,000
+tokens at once."""
 ASK_TIMEOUT_S = 1.0
 """One try at the scheduler; tries are repeated with the same id within the bound."""
 ASK_PAUSE_S = 0.1
@@ -148,6 +151,7 @@ class Intake:
             )
             idempotency = IdempotencyKey(key=key, digest=digest)
         valid, prompts = await _counted(api, tenant, parsed)
+        check_prompt_logprobs(sum(prompts), valid)
         limit = output_limit(api, manifest, prompts, valid)
         stated = {api.limit_field: limit} if api.limit_field else {}
         body = await threads.run(
@@ -329,7 +333,22 @@ async def _counted(api: Api, tenant: TenantRecord, parsed: ParsedBody) -> tuple[
         tokens.vocabulary,
         tokens.template_variables,
     )
-    return valid, await tokens.count(api, valid.fields, parsed.bytes, tenant.name)
+    fields = await tokens.marked(api, valid.fields, parsed.bytes, tenant.name)
+    valid = msgspec.structs.replace(valid, fields=fields)
+    return valid, await tokens.count(api, fields, parsed.bytes, tenant.name)
+
+
+def check_prompt_logprobs(prompt_tokens: int, valid: ValidBody) -> None:
+    """Raises HeadraceError when more log-probabilities of the prompt are asked for than an answer may hold."""
+    each = valid.logprobs_per_prompt_token
+    if prompt_tokens * each > PROMPT_LOGPROBS_MAX:
+        param = "logprobs" if valid.fields.get("echo") else "prompt_logprobs"
+        raise HeadraceError(
+            "invalid_request",
+            f"{param}: A request may ask for {PROMPT_LOGPROBS_MAX} log-probabilities of its prompts, and {each} for "
+            f"each of {prompt_tokens} tokens are more. Ask for fewer, or for shorter prompts.",
+            param=param,
+        )
 
 
 def output_limit(api: Api, manifest: Manifest, prompts: list[int], valid: ValidBody) -> int:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import structlog
 
+from contracts.control_tokens import MARK, ControlTokens
 from contracts.errors import HeadraceError
 from contracts.messages.records import Manifest
 from contracts.simulated import simulated_prompts
 from gateway import metrics
 from gateway.apis.api import Api
-from gateway.prompt import threads
+from gateway.prompt import callers_text, threads
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -45,6 +46,8 @@ class TokenCounter:
         """Number of token ids; None where the engine has no fixed one."""
         self.template_variables: frozenset[str] = frozenset()
         """What a caller may set of the chat template's."""
+        self._control: ControlTokens | None = None
+        """None where marks are of no use: without control tokens, and with tokenizers that need the whole text."""
         self._text_bytes_max: int | None = None
         """Text of more bytes has more tokens than the context; None where a token may stand for text of any length."""
         if manifest.engine != "simulated":
@@ -71,6 +74,15 @@ class TokenCounter:
         with metrics.COUNTING.time():
             return await threads.run(tenant, size, ON_THE_SPOT_BYTES, self._count, api, fields)
 
+    async def marked(self, api: Api, fields: dict[str, Any], size: int, tenant: str) -> dict[str, Any]:
+        """A valid body, in which control tokens that callers spelled will not be taken for such.
+
+        Raises HeadraceError (invalid_request) for one in a name.
+        """
+        if self._control is None or api.chat is None:
+            return fields
+        return await threads.run(tenant, size, ON_THE_SPOT_BYTES, callers_text.marked, fields, self._control)
+
     def _load(self) -> None:
         self._loading = threads.start(self._read)
         self._loading.add_done_callback(_retrieve)
@@ -95,6 +107,8 @@ class TokenCounter:
         self.template_variables = self._template.variables if self._template is not None else frozenset()
         longest = _token_bytes_max(msgspec.json.decode(text), tokenizer.get_vocab(with_added_tokens=True))
         self._text_bytes_max = longest and longest * self._manifest.context
+        control = ControlTokens(text)
+        self._control = control if control.holds_for(tokenizer) else None
         self._tokenizer = tokenizer
         self.vocabulary = tokenizer.get_vocab_size(with_added_tokens=True)
 
@@ -125,6 +139,8 @@ class TokenCounter:
                 f"bytes, which are more tokens, however they are counted. Please reduce the length of the {part}.",
                 param=part,
             )
+        if self._control is not None and any(MARK in text for text in texts):
+            return [len(self._control.token_ids(text)) for text in texts]
         # encode_batch_fast releases the GIL, encode does not (measured: gaps of .5 s on a 0.9 MB text).
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=special_tokens)
         return [len(encoding) for encoding in encodings]

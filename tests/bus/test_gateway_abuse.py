@@ -128,3 +128,26 @@ async def test_a_small_gzip_that_becomes_a_large_body_is_not_inflated(nats_url: 
         honest = gzip.compress(encode({"model": "m", "messages": USER * 20}))
         response = await world.client.post(CHAT, content=honest, headers={"content-encoding": "gzip"})
         assert response.status_code == 400 and "maximum context length" in response.text
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"prompt_logprobs": 20}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt_logprobs": 20}, "prompt_logprobs"),
+        ("/v1/completions", {"echo": True, "logprobs": 20, "max_tokens": 1}, "logprobs"),
+    ],
+)
+async def test_d26_log_probabilities_of_a_long_prompt_are_bounded_before_any_work(
+    world: World, path: str, fields: dict[str, Any], param: str
+) -> None:
+    response = await world.post(BODIES[path] | fields, path)
+    assert response.status_code == 400
+    assert (response.json()["error"]["param"], world.admissions) == (param, [])
+    assert "65536" in response.json()["error"]["message"]
+    fewer = fields | {name: 2 for name in fields if name in ("prompt_logprobs", "logprobs")}
+    assert (await world.post(BODIES[path] | fewer, path)).status_code == 200
+    evaluation = {"model": MODEL, "prompt": [[5] * 9000, [6] * 9000], "logprobs": 1, "echo": True, "max_tokens": 1}
+    assert (await world.post(evaluation | {"seed": 1234}, "/v1/completions")).status_code == 200
+    without_echo = {"model": MODEL, "prompt": TEXT, "logprobs": 20}
+    assert (await world.post(without_echo, "/v1/completions")).status_code == 200

@@ -71,6 +71,35 @@ async def test_a_named_tool_is_called_with_valid_arguments(vllm: Asker, stream: 
     assert set(arguments) == {"city", "people"}
 
 
+WILD = " ".join(f'(([a-z]{{{i + 300}}} "x"){{2,40}}[^a]{{{i + 200}}})' for i in range(25))
+"""Compiles for minutes, and CANARY stands for what nobody else may read."""
+WILD_SCHEMA = {"type": "object", "properties": {"CANARY": {"type": "string", "pattern": WILD.replace('"', "")}}}
+WILD_BODIES: list[dict[str, Any]] = [
+    {"structured_outputs": {"grammar": f"root ::= {WILD} # CANARY"}},
+    {"structured_outputs": {"regex": WILD.replace('"', "").replace(" ", "") + "CANARY"}},
+    {"structured_outputs": {"grammar": 'root ::= ("CANARY'}},
+    {"structured_outputs": {"regex": "(CANARY"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": WILD_SCHEMA}}},
+    {"tools": [{"type": "function", "function": {"name": "f", "parameters": WILD_SCHEMA}}], "tool_choice": "required"},
+]
+
+
+async def test_no_constraint_costs_an_engine(vllm: Asker) -> None:
+    """Streams go on beside them, and each is told which field it is."""
+    processes = {it.pid for it in _processes()}
+    neighbour = asyncio.ensure_future(vllm.ask(vllm.job(True, max_tokens=60)))
+    for body in WILD_BODIES:
+        for stream in (True, False):
+            with pytest.raises(EngineFailure) as refused:
+                await vllm.ask(vllm.job(stream, messages=QUESTION, max_tokens=5, **body))
+            failure = refused.value
+            assert (failure.code, failure.status, failure.param) == ("invalid_request", 400, next(iter(body)))
+            assert not failure.retryable and not failure.engine_death and "CANARY" not in failure.message
+    assert (await neighbour).counts.completion_tokens == 60
+    await vllm.engine.check()
+    assert {it.pid for it in _processes()} == processes
+
+
 def _processes() -> list[Any]:
     """The engine's processes; psutil comes with vLLM."""
     import psutil

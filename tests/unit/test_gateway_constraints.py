@@ -192,6 +192,68 @@ def test_a_structural_tag_is_looked_through() -> None:
     assert refused(response_format=deep) == "response_format.pattern"
 
 
+MANY = " ".join(f'[a-z]{{{times}}} "x"' for times in range(30, 55))
+"""25 counted repetitions in some 350 characters: compiled in seconds, and with larger numbers in minutes."""
+NESTED = "(((a{100}){100}){100}){100}"
+
+KINDS: list[tuple[Endpoint, dict[str, Any], str]] = []
+for _text in (MANY.replace('"', ""), NESTED):
+    KINDS += [
+        ("chat/completions", {"structured_outputs": {"regex": _text}}, "structured_outputs.regex"),
+        ("chat/completions", {"structured_outputs": {"grammar": f"root ::= {_text}"}}, "structured_outputs.grammar"),
+        ("chat/completions", {"guided_grammar": f"root ::= {_text}"}, "structured_outputs.grammar"),
+        ("chat/completions", {"guided_regex": _text}, "structured_outputs.regex"),
+        ("completions", {"structured_outputs": {"grammar": f"root ::= {_text}"}}, "structured_outputs.grammar"),
+        ("responses", {"input": "hi", "structured_outputs": {"regex": _text}}, "structured_outputs.regex"),
+    ]
+    for _format in (
+        {"type": "regex", "pattern": _text},
+        {"type": "grammar", "grammar": f"root ::= {_text}"},
+        {"type": "json_schema", "json_schema": {"type": "string", "pattern": _text}},
+    ):
+        _tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": [_format]}}
+        KINDS += [
+            ("chat/completions", {"structured_outputs": {"structural_tag": json.dumps(_tag)}}, "structured_outputs"),
+            ("chat/completions", {"response_format": _tag}, "response_format"),
+        ]
+    _schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": _text}}, "required": ["a"]}
+    KINDS += [
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": _schema}}},
+            SCHEMA,
+        ),
+        ("chat/completions", {"structured_outputs": {"json": json.dumps(_schema)}}, "structured_outputs.json"),
+        (
+            "chat/completions",
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": _schema}}]},
+            "tools[0]",
+        ),
+        (
+            "responses",
+            {"input": "hi", "text": {"format": {"type": "json_schema", "name": "x", "schema": _schema}}},
+            "text.format",
+        ),
+        ("messages", {"max_tokens": 5, "tools": [{"name": "f", "input_schema": _schema}]}, "tools[0]"),
+        ("messages", {"max_tokens": 5, "output_config": {"format": {"schema": _schema}}}, "output_config"),
+    ]
+
+
+@pytest.mark.parametrize(("endpoint", "fields", "param"), KINDS)
+def test_counted_repetitions_have_one_budget_in_every_kind(
+    endpoint: Endpoint, fields: dict[str, Any], param: str
+) -> None:
+    if endpoint == "completions":
+        fields = {"prompt": "hi", **fields}
+    assert refused(endpoint, **fields).startswith(param)
+
+
+def test_what_is_escaped_or_quoted_is_no_repetition() -> None:
+    for text in (r"\{99\}" * 50, "[{1,99}]" * 50, "x{3}" * 50, "(ab){2,5}" * 20, '"a{99}" ' * 50):
+        check(structured_outputs={"grammar": f"root ::= {text}"})
+    check(structured_outputs={"regex": r"\d{3}-\d{4}|[A-Z]{2,31}"})
+
+
 def test_former_names_of_constraints_still_hold() -> None:
     for kind, value in (("json", {"type": "object"}), ("regex", "a+"), ("choice", ["a"]), ("grammar", "root ::= x")):
         guided: dict[str, Any] = {f"guided_{kind}": value}

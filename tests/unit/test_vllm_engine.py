@@ -17,7 +17,7 @@ from worker.engines.base import Counts, EngineFailure, Job
 from worker.engines.vllm.arguments import engine_arguments
 from worker.engines.vllm.asgi import Application, AsgiCall
 from worker.engines.vllm.engine import VllmEngine
-from worker.engines.vllm.translation import STREAM_FORMS, failure_of, request_body
+from worker.engines.vllm.translation import STREAM_FORMS, constraint_refusal, failure_of, request_body
 
 CPU = WorkerConfig(model="small", vllm_slots=8)
 SMALL = Manifest(
@@ -127,20 +127,47 @@ def test_a_body_that_vllm_must_not_see_is_refused(body: bytes, param: str | None
     ],
 )
 def test_vllms_errors_become_failures(error: dict[str, Any], status: int, code: str, retryable: bool) -> None:
-    failure = failure_of(msgspec.json.encode({"error": error}), status)
+    failure = failure_of(msgspec.json.encode({"error": error}), status, "id")
     assert (failure.code, failure.retryable, failure.engine_death) == (code, retryable, False)
-    assert failure.message == error["message"]
     assert failure.param == error.get("param")
 
 
-def test_a_failure_does_not_repeat_what_the_caller_sent() -> None:
-    message = (
-        "1 validation error:\n  {'type': 'list_type', 'loc': 'body.messages', 'msg': 'no list', 'input': 'a secret'}"
-    )
-    failure = failure_of(msgspec.json.encode({"error": {"message": message, "param": "body.messages"}}), 400)
-    assert "secret" not in failure.message
-    assert "no list" in failure.message
-    assert failure.param == "messages"
+CANARY = "CANARY7F3A"
+VLLMS_WORDS = [
+    f"1 validation error:\n  {{'type': 'list_type', 'loc': 'body.messages', 'msg': 'no list', 'input': '{CANARY}'}}",
+    f"Regex compilation timed out after 5s. Pattern: {CANARY}",
+    f"Failed to transform regex into a grammar: unexpected ( in {CANARY}",
+    f"Choice '{CANARY}' cannot be an empty list",
+    f"[Errno 2] No such file or directory: '/models/{CANARY}/tokenizer.json'",
+    f"Cannot connect to tcp://10.0.0.7:5555 while serving {CANARY}",
+    f"The model `{CANARY}` does not exist.",
+    f"This model's maximum context length is 4096 tokens. However, {CANARY}",
+]
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 500, 503, 0])
+@pytest.mark.parametrize("words", VLLMS_WORDS)
+def test_a_failure_repeats_neither_what_the_caller_sent_nor_paths_nor_addresses(words: str, status: int) -> None:
+    for param in ("body.messages", f"tools.0.{CANARY}", CANARY, None):
+        failure = failure_of(msgspec.json.encode({"error": {"message": words, "param": param}}), status, "id-7")
+        told = f"{failure.message} {failure.param}"
+        assert CANARY not in told and "/models" not in told and "10.0.0.7" not in told
+        assert "id-7" in failure.message or "list_type" in failure.message or "4096" in failure.message
+        assert failure.param in ("messages", "tools", None)
+
+
+def test_a_constraint_that_is_refused_is_named_and_not_repeated() -> None:
+    for field in ("structured_outputs", "response_format", "text", "output_config", "tools"):
+        body = msgspec.json.encode({"model": "m", field: CANARY, "messages": [CANARY]})
+        for outcome in ("invalid", "too_complex"):
+            failure = constraint_refusal(job(body), "structural_tag", outcome)
+            assert (failure.code, failure.status, failure.param, failure.retryable) == (
+                "invalid_request",
+                400,
+                field,
+                False,
+            )
+            assert CANARY not in failure.message and field in failure.message
 
 
 async def test_an_engine_that_was_not_started_fails() -> None:
@@ -226,6 +253,9 @@ class Parts:
         return contextvars.copy_context(), Record(job, counts)
 
     async def open_application(self) -> None:
+        pass
+
+    async def close_application(self) -> None:
         pass
 
     def shut_down(self) -> None:

@@ -20,6 +20,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: Endpoint
     body: bytes
     stream: bool
+    tenant: str = ""
+    """Whose; what is done for a request before the engine sees it goes in turns by tenant."""
     cache_salt: str
     """Prompts share prefix-cache blocks only under the same salt."""
     prompt_tokens: int | None = None

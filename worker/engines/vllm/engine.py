@@ -12,18 +12,22 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import TYPE_CHECKING, TypeVar
 
+import structlog
+
 from contracts.messages.base import Endpoint
 from contracts.messages.records import Manifest
 from worker.config import WorkerConfig
 from worker.engines.base import Counts, EngineFailure, EngineStats, Job
 from worker.engines.vllm.arguments import ENVIRONMENT, engine_arguments, task_of
 from worker.engines.vllm.asgi import AsgiCall, UnknownForm
-from worker.engines.vllm.translation import checked_answer, event_kind, failure_of, request_body
+from worker.engines.vllm.translation import checked_answer, event_kind, failed, failure_of, request_body
 
 if TYPE_CHECKING:
     from worker.engines.vllm.parts import Parts, Record
 
 T = TypeVar("T")
+
+_log = structlog.get_logger()
 
 
 def _start_vllm(config: WorkerConfig, manifest: Manifest) -> "Parts":
@@ -76,6 +80,7 @@ class VllmEngine:
         for call in self._open:
             call.fail(EngineFailure(code, reason, retryable=True, engine_death=died))
         if parts is not None:
+            await parts.close_application()
             await _in_thread(parts.shut_down)
 
     def stats(self) -> EngineStats:
@@ -93,7 +98,7 @@ class VllmEngine:
             raise
         except Exception as error:
             self._found_dead = True
-            text = "does not answer" if isinstance(error, TimeoutError) else f"is broken: {error}"
+            text = "does not answer" if isinstance(error, TimeoutError) else f"is broken: {type(error).__name__}"
             raise EngineFailure("engine_error", f"the engine {text}", retryable=True, engine_death=True) from error
 
     async def generate(self, job: Job, counts: Counts) -> AsyncGenerator[bytes, None]:
@@ -113,7 +118,7 @@ class VllmEngine:
         try:
             status = await call.status()
             if status != 200:
-                raise record.failure or failure_of(await call.body(), status)
+                raise record.failure or failure_of(await call.body(), status, job.request_id)
             if not job.stream:
                 answer = checked_answer(await call.body())
                 if record.failure:
@@ -121,7 +126,7 @@ class VllmEngine:
                 whole = True
                 yield answer
                 return
-            async for chunk in _chunks(call, job.endpoint, record):
+            async for chunk in _chunks(call, job, record):
                 yield chunk
             whole = True
         except EngineFailure:
@@ -129,8 +134,8 @@ class VllmEngine:
         except UnknownForm as error:
             raise record.failure or EngineFailure("engine_error", f"vLLM sent {error}") from error
         except Exception as error:
-            failure = EngineFailure("engine_error", f"vLLM failed: {error!r}", retryable=True)
-            raise record.failure or failure from error
+            _log.warning("engine_call_broke", request_id=job.request_id, kind=type(error).__name__)
+            raise record.failure or failed(job.request_id) from error
         finally:
             self._open.discard(call)
             await call.close()
@@ -152,7 +157,7 @@ class VllmEngine:
             pass
 
 
-async def _chunks(call: AsgiCall, endpoint: Endpoint, record: "Record") -> AsyncIterator[bytes]:
+async def _chunks(call: AsgiCall, job: Job, record: "Record") -> AsyncIterator[bytes]:
     """The chunks of a stream that ends as its API's do; raises EngineFailure or UnknownForm.
 
     The Responses API begins to speak before the first token. Until that comes the attempt may fail and be made again
@@ -161,9 +166,9 @@ async def _chunks(call: AsgiCall, endpoint: Endpoint, record: "Record") -> Async
     whole = False
     early: list[bytes] = []
     async for name, data in call.events():
-        kind = event_kind(endpoint, name, data)
+        kind = event_kind(job.endpoint, name, data)
         if kind == "error":
-            raise record.failure or failure_of(data, 0)
+            raise record.failure or failure_of(data, 0, job.request_id)
         whole = whole or kind != "chunk"
         if kind != "done":
             early.append(data)

@@ -5,15 +5,19 @@ stable interfaces; everything that relies on them is here.
 """
 
 import contextvars
+import functools
 import gc
+import json
 import logging
 import multiprocessing
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped,unused-ignore]
+import xgrammar
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -29,11 +33,15 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark
 
 from contracts import clock
+from contracts.control_tokens import MARK, ControlTokens
 from worker.engines.base import Counts, EngineFailure, EngineStats, Job, check_prompt
+from worker.engines.vllm.grammar_process import Kind
+from worker.engines.vllm.grammars import Grammars
 from worker.engines.vllm.process import run_engine_core
-from worker.engines.vllm.translation import refusal
+from worker.engines.vllm.translation import constraint_refusal, refusal
 
 _completion_tokens_details = chat._make_completion_tokens_details
 _OutputTokensDetails = responses.OutputTokensDetails
@@ -42,12 +50,17 @@ SHUTDOWN_TIMEOUT_S = 5
 """How long vLLM may take to end its processes before they are killed."""
 
 
+Constraint = tuple[Kind, str]
+"""What an engine would compile."""
+
+
 class Record:
     """What the counting wrapper notes of one attempt."""
 
-    def __init__(self, job: Job, counts: Counts, reasoning: ReasoningParser | None) -> None:
+    def __init__(self, job: Job, counts: Counts, grammars: Grammars, reasoning: ReasoningParser | None) -> None:
         self.job = job
         self.counts = counts
+        self._grammars = grammars
         self._reasoning = reasoning
         self._tokens: list[dict[int, list[int]]] = []
         """Of each prompt by choice, while reasoning is counted."""
@@ -86,6 +99,13 @@ class Record:
         if counts.completion_tokens and not counts.first_token_at_ms:
             counts.first_token_at_ms = clock.monotonic_ms()
 
+    async def check(self, constraint: Constraint) -> None:
+        """Raises EngineFailure for a constraint that the engine must not be given."""
+        kind, text = constraint
+        outcome = await self._grammars.check(self.job.tenant, kind, text)
+        if outcome != "compiled":
+            raise constraint_refusal(self.job, kind, outcome)
+
 
 _RECORD: contextvars.ContextVar[Record] = contextvars.ContextVar("vllm_record")
 
@@ -93,8 +113,9 @@ _RECORD: contextvars.ContextVar[Record] = contextvars.ContextVar("vllm_record")
 class _Counting:
     """AsyncLLM whose ``generate`` and ``encode`` note tokens in the record of the context that calls them."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLM, control_tokens: Callable[[], ControlTokens]) -> None:
         self._engine = engine
+        self._control_tokens = control_tokens
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -103,17 +124,44 @@ class _Counting:
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **more: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         record = _RECORD.get()
+        self._unmark(prompt)
         record.prompt_tokens += _length(prompt)
         # An answer that is given whole is gathered here from its pieces, so that its tokens are known on the way.
         gather = sampling_params.output_kind == RequestOutputKind.FINAL_ONLY
         if gather:
             sampling_params.output_kind = RequestOutputKind.DELTA
-        return _count(self._engine.generate(prompt, sampling_params, request_id, **more), record, gather)
+        constraint = _constraint(sampling_params)
+        return _count(self._engine.generate(prompt, sampling_params, request_id, **more), record, constraint, gather)
+
+    def _unmark(self, prompt: Any) -> None:
+        """Give a prompt of marked text the tokens that the gateway counted (``contracts.control_tokens``)."""
+        text = prompt.get("prompt")
+        if isinstance(text, str) and MARK in text:
+            prompt["prompt_token_ids"] = self._control_tokens().token_ids(text)
+            prompt["prompt"] = text.replace(MARK, "")
 
     def encode(self, prompt: Any, *given: Any, **more: Any) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
         record = _RECORD.get()
         record.prompt_tokens += _length(prompt)
         return _count_prompt(self._engine.encode(prompt, *given, **more), record)
+
+
+def _constraint(params: SamplingParams) -> Constraint | None:
+    """What the engine would compile, as ``XgrammarBackend`` would have it; None where it compiles nothing."""
+    given = params.structured_outputs
+    if given is None or given.json_object:
+        return None
+    if given.json is not None:
+        return "json", given.json if isinstance(given.json, str) else json.dumps(given.json)
+    if given.regex is not None:
+        return "regex", given.regex
+    if given.choice is not None:
+        return "ebnf", choice_as_grammar(given.choice)
+    if given.grammar is not None:
+        return "lark" if grammar_is_likely_lark(given.grammar) else "ebnf", given.grammar
+    if given.structural_tag is not None:
+        return "structural_tag", given.structural_tag
+    return None
 
 
 def _length(prompt: Any) -> int:
@@ -122,12 +170,14 @@ def _length(prompt: Any) -> int:
 
 
 async def _count(
-    source: AsyncGenerator[RequestOutput, None], record: Record, gather: bool
+    source: AsyncGenerator[RequestOutput, None], record: Record, constraint: Constraint | None, gather: bool
 ) -> AsyncGenerator[RequestOutput, None]:
     whole: RequestOutput | None = None
     choices = record.choices()
     first = True
     async with _noted_failures(record), aclosing(source):
+        if constraint is not None:
+            await record.check(constraint)
         async for output in source:
             record.note(output, choices, first=first)
             first = False
@@ -170,7 +220,8 @@ async def _noted_failures(record: Record) -> AsyncIterator[None]:
         record.failure = EngineFailure("engine_error", "the engine died", retryable=True, engine_death=True)
         raise
     except VLLMClientError as error:
-        record.failure = refusal(str(error.args[0]) if error.args else repr(error), getattr(error, "parameter", None))
+        words, field = str(error.args[0]) if error.args else "", getattr(error, "parameter", None)
+        record.failure = refusal(words, field, record.job.request_id)
         raise
 
 
@@ -213,19 +264,28 @@ class Parts:
         self.application: Any = build_app(args, self._tasks, self._engine.model_config)
         parser = args.structured_outputs_config.reasoning_parser
         self._reasoning_parser = ReasoningParserManager.get_reasoning_parser(parser) if parser else None
+        self.grammars = Grammars(_tokenizer_info(self._engine), any_whitespace=_any_whitespace(self._engine))
 
     async def open_application(self) -> None:
         """Let vLLM's application serve this engine; call it in the event loop."""
         state = self.application.state
-        await init_app_state(_Counting(self._engine), state, self._args, self._tasks)
+        path = Path(self._engine.model_config.tokenizer) / "tokenizer.json"
+        control_tokens = functools.cache(lambda: ControlTokens(path.read_text(encoding="utf-8")))
+        await init_app_state(_Counting(self._engine, control_tokens), state, self._args, self._tasks)
+        if "generate" in self._tasks:
+            await self.grammars.start()
         # Half a million objects that stay: a full collection over them holds up every stream for 0.1 s and more.
         gc.collect()
         gc.freeze()
 
+    async def close_application(self) -> None:
+        """End what ``open_application`` started beside vLLM."""
+        await self.grammars.close()
+
     def record(self, job: Job, counts: Counts) -> tuple[contextvars.Context, Record]:
         """A context for one call of the application, and the record that is written in it."""
         reasoning = self._reasoning_parser and self._reasoning_parser(self._engine.get_tokenizer())
-        context, record = contextvars.copy_context(), Record(job, counts, reasoning or None)
+        context, record = contextvars.copy_context(), Record(job, counts, self.grammars, reasoning or None)
         context.run(_RECORD.set, record)
         return context, record
 
@@ -266,6 +326,21 @@ class Parts:
     def _make_live(self, vllm_config: Any, engine_index: int = 0) -> _Live:
         self._live.append(live := _Live(vllm_config, engine_index))
         return live
+
+
+def _tokenizer_info(engine: AsyncLLM) -> str:
+    """As ``XgrammarBackend`` makes it; with a tokenizer that xgrammar does not know, one of the same size."""
+    config = engine.model_config
+    tokenizer, size = engine.get_tokenizer(), config.get_vocab_size()
+    try:
+        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size)
+    except (ValueError, TypeError):
+        info = xgrammar.TokenizerInfo(list(tokenizer.get_vocab()), vocab_size=size)
+    return str(info.serialize_json())
+
+
+def _any_whitespace(engine: AsyncLLM) -> bool:
+    return not engine.vllm_config.structured_outputs_config.disable_any_whitespace
 
 
 def _is_tracker(process: psutil.Process) -> bool:

@@ -102,25 +102,63 @@ class _ErrorBody(msgspec.Struct, frozen=True):
     error: _Error = _Error()
 
 
-def failure_of(body: bytes, status: int) -> EngineFailure:
+def failure_of(body: bytes, status: int, request_id: str) -> EngineFailure:
     """vLLM's error answer as a failure; a status of 0 is read from the body, as for an error inside a stream."""
     try:
         error = msgspec.json.decode(body, type=_ErrorBody).error
     except msgspec.MsgspecError:
-        error = _Error(message="vLLM gave an error that is no JSON")
+        error = _Error()
     status = status or (error.code if isinstance(error.code, int) else 500)
     if not 400 <= status < 500:
-        return EngineFailure("engine_error", _without_input(error.message), status=status, retryable=status != 501)
-    return refusal(error.message, error.param, status)
+        return failed(request_id, status)
+    return refusal(error.message, error.param, request_id, status)
 
 
-def refusal(message: str, param: str | None, status: int = 400) -> EngineFailure:
-    """What vLLM finds wrong with a request."""
-    too_long = re.search("maximum context length|(greater than|exceeds the) max_model_len", message)
-    code = "context_length_exceeded" if too_long else "invalid_request"
-    return EngineFailure(code, _without_input(message), param=param and param.removeprefix("body."), status=status)
+def failed(request_id: str, status: int = 500) -> EngineFailure:
+    """What went wrong inside vLLM, of which nothing is told: its words name paths, addresses and prompts."""
+    text = f"The engine failed (request {request_id})."
+    return EngineFailure("engine_error", text, status=status, retryable=status != 501)
 
 
-def _without_input(message: str) -> str:
-    """Messages go to logs and the ledger: what the caller sent stays out."""
-    return re.sub(r", 'input': .*", "}", message)
+_KNOWN: tuple[tuple[re.Pattern[str], str, str], ...] = (
+    (
+        re.compile(r"(?:context length is |context length \(|max_model_len\D{0,40}?)(\d+)"),
+        "context_length_exceeded",
+        "This model's maximum context length is {} tokens, and the request is longer.",
+    ),
+    (
+        re.compile(r"features not supported by xgrammar"),
+        "invalid_request",
+        "The JSON schema uses keywords that the engine cannot hold an answer to.",
+    ),
+    (re.compile(r"'type': '([a-z_]{1,40})'"), "invalid_request", "The engine finds a value of the wrong form: {}."),
+)
+"""vLLM's words, our code, and ours. Its own are never passed on: they repeat prompts, patterns and paths, and a message
+goes to the caller, to logs and to the ledger."""
+_FIELD = re.compile(r"(?:body\.)?([a-z_]{1,64})")
+
+
+def refusal(message: str, param: str | None, request_id: str, status: int = 400) -> EngineFailure:
+    """What vLLM finds wrong with a request: in our words, with the body's field."""
+    field = _FIELD.match(param or "")
+    for words, code, text in _KNOWN:
+        if found := words.search(message):
+            return EngineFailure(code, text.format(*found.groups()), param=field and field[1], status=status)
+    text = f"The engine refuses this request as it is (request {request_id})."
+    return EngineFailure("invalid_request", text, param=field and field[1], status=status)
+
+
+_CONSTRAINTS = ("structured_outputs", "response_format", "text", "output_config", "tools")
+"""Fields that constrain an answer, the more specific first."""
+
+
+def constraint_refusal(job: Job, kind: str, outcome: str) -> EngineFailure:
+    """A constraint that could not be compiled, by the field of the body that it is from. Repeats nothing of it."""
+    fields = msgspec.json.decode(job.body, type=dict[str, msgspec.Raw])
+    field = next((name for name in _CONSTRAINTS if name in fields), None)
+    what = f"{field}: This constraint ({kind.replace('_', ' ')})" if field else "This constraint"
+    if outcome == "invalid":
+        message = f"{what} is not valid, or uses what the engine does not know."
+    else:
+        message = f"{what} takes too long or too much memory to compile: give it fewer counted repetitions and parts."
+    return EngineFailure("invalid_request", message, param=field, status=400)
