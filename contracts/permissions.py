@@ -236,3 +236,40 @@ _ROLES: dict[Role, tuple[Listing, Listing]] = {
     "ledger": (_ledger_publishes, _ledger_hears),
 }
 """Role -> what it publishes, what it subscribes to; beside its own inbox."""
+
+
+def table() -> str:
+    """Who may use which subject, in Markdown: P publishes, S subscribes. ``{own}`` is the user, or the tenant."""
+    granted = {role: _masked(of_user(f"{role}-{_MASK}"), f"{role}-{_MASK}") for role in ROLES if role != OPERATOR} | {
+        "tenant": _masked(of_tenant(_MASK), _MASK)
+    }
+    rows = sorted({subject for each in granted.values() for subject in (*each.publish, *each.subscribe)}, key=_by_kind)
+    lines = [
+        "| Subject | " + " | ".join(granted) + " |",
+        "|---|" + "---|" * len(granted),
+        *(
+            f"| `{subject}` | "
+            + " | ".join(
+                ("P" if subject in each.publish else "") + ("S" if subject in each.subscribe else "")
+                for each in granted.values()
+            )
+            + " |"
+            for subject in rows
+        ),
+    ]
+    return "\n".join(line.replace("  |", " |") for line in lines) + "\n"
+
+
+_MASK = "MASK"
+
+
+def _masked(granted: Permissions, own: str) -> Permissions:
+    def mask(subjects_: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(subject.replace(own, "{own}") for subject in subjects_)
+
+    return Permissions(publish=mask(granted.publish), subscribe=mask(granted.subscribe), answers=granted.answers)
+
+
+def _by_kind(subject: str) -> tuple[bool, str]:
+    """Our own subjects before JetStream's."""
+    return subject.startswith("$"), subject

@@ -243,8 +243,8 @@ def find_target(data_dir: Path | None, environment: Mapping[str, str]) -> Target
         return Target(url, Credentials.from_environment(environment), Path(pepper) if pepper else None)
     directory = DataDir(data_dir or default_data_dir(environment))
     run = directory.read_run()
-    named = {"HEADRACE_NATS_SEED_FILE": run.nats_seed_file} if run.nats_seed_file else environment
-    return Target(run.nats_url, Credentials.from_environment(named), directory.pepper)
+    own = {"HEADRACE_NATS_SEED_FILE": run.nats_seed_file} if run.nats_seed_file else {}
+    return Target(run.nats_url, Credentials.from_environment({**environment, **own}), directory.pepper)
 
 
 def read_peppers(path: Path | None) -> "Peppers":

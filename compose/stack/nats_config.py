@@ -13,11 +13,24 @@ from pathlib import Path
 from compose.stack.data_dir import ComposeError, write_private
 from compose.stack.seeds import SYSTEM, Seeds
 from contracts import permissions, subjects
+from contracts.bus import ANONYMOUS, Credentials
 from contracts.bus.types import INBOX
 from contracts.permissions import Permissions
 
 FILE = Path("server") / "nats-users.conf"
 """Under the directory of nats.conf, which includes it; a directory of its own, which containers mount."""
+TLS_FILE = FILE.with_name("nats-tls.conf")
+"""Beside it, and the operator's own; ``headrace up`` writes it from its environment."""
+TLS_HELP = """\
+# TLS for everybody who connects, and from a certificate of the same authority; the services are told of theirs by
+# HEADRACE_NATS_CA_FILE, _CERT_FILE and _KEY_FILE. Files as the server sees them.
+# tls {
+#   ca_file: "/etc/nats/tls/ca.pem"
+#   cert_file: "/etc/nats/tls/cert.pem"
+#   key_file: "/etc/nats/tls/key.pem"
+#   verify: true
+# }
+"""
 HEAD = "# Made by `headrace nats-config` from contracts/permissions.py.\n"
 ACCOUNT = "HEADRACE"
 """Of the services."""
@@ -32,6 +45,8 @@ def write(directory: Path, seeds: Seeds) -> None:
     """The file of users, from the seeds of those that are not shut out."""
     keys = {user: seeds.public_keys(user) for user in seeds.admitted()}
     (directory / FILE).parent.mkdir(parents=True, exist_ok=True)
+    if not (directory / TLS_FILE).exists():
+        write_private(directory / TLS_FILE, TLS_HELP.encode())
     write_private(directory / FILE, accounts(keys).encode())
 
 
@@ -105,12 +120,23 @@ def _rights(direction: str, allowed: Sequence[str], denied: Sequence[str] = ()) 
     ]
 
 
-def write_server(path: Path, listen: str, store: Path, seeds: Seeds) -> None:
-    """compose/deploy/nats.conf with its variables defined ahead of it, and the file of users that it includes."""
+def write_server(path: Path, listen: str, store: Path, seeds: Seeds, tls: Credentials = ANONYMOUS) -> None:
+    """compose/deploy/nats.conf with its variables defined ahead of it, and the files that it includes. ``tls``: the
+    server's own certificate, with which every connection is TLS and needs one, too.
+    """
     variables = {"LISTEN": listen, "STORE": str(store)}
     write(path.parent, seeds)
+    write_private(path.parent / TLS_FILE, _tls(tls).encode())
     definitions = "".join(f"HEADRACE_NATS_{name}: {json.dumps(value)}\n" for name, value in variables.items())
     write_private(path, definitions.encode() + (Path(__file__).parents[1] / "deploy" / "nats.conf").read_bytes())
+
+
+def _tls(tls: Credentials) -> str:
+    if not tls.cert_file:
+        return TLS_HELP
+    files = {"ca_file": tls.ca_file, "cert_file": tls.cert_file, "key_file": tls.key_file}
+    lines = [f"  {name}: {json.dumps(path)}" for name, path in files.items()]
+    return "\n".join(["tls {", *lines, "  verify: true", "}", ""])
 
 
 def nats_server() -> str:

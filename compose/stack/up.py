@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from compose.stack import nats_config, tenant_users
 from compose.stack.data_dir import (
     ROLES,
@@ -253,7 +255,7 @@ class Stack:
 
     async def _follow_tenants(self) -> None:
         """The bus is closed to the services of disabled tenants."""
-        system = Credentials(seed_file=self._seed_file(SYSTEM))
+        system = msgspec.structs.replace(self._credentials, seed_file=self._seed_file(SYSTEM))
         while True:
             try:
                 bus = await Bus.connect(self._nats, name=OPERATOR, credentials=self._credentials)
@@ -283,7 +285,7 @@ class Stack:
         self._nats = f"nats://{listen}"
         configuration = self._directory.nats / "nats.conf"
         self._seeds.ensure([OPERATOR, SYSTEM, *self._users()])
-        nats_config.write_server(configuration, listen, self._directory.nats / "store", self._seeds)
+        nats_config.write_server(configuration, listen, self._directory.nats / "store", self._seeds, self._credentials)
         return self._add("nats", 0, [binary, "-c", str(configuration)], {}, lambda: nats_reason("127.0.0.1", port))
 
     def _add_worker(self, index: int, manifest: Manifest) -> None:

@@ -1,16 +1,19 @@
 """A tenant's own service on the bus of a whole stack: its user, what it gets, and what it cannot have."""
 
 import asyncio
+import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from contracts import subjects
 from contracts.bus import Bus, BusError, Credentials, Unavailable
 from contracts.client import Client
 from contracts.errors import HeadraceError
+from tests.support.authority import Authority
 from tests.support.polling import until
-from tests.support.stack import Stack, headrace
+from tests.support.stack import Stack, StartStack, headrace
 
 HELLO = [{"role": "user", "content": "one two three"}]
 
@@ -129,3 +132,20 @@ async def test_all_seeds_are_replaced_while_a_stream_runs(stack: Stack) -> None:
         assert Path(mine.seed_file).read_bytes() != before
         assert (await client.chat_once(model=stack.model, messages=HELLO, max_tokens=2)).text == "t0 t1"
     assert stack.run.pids == pids
+
+
+async def test_a_stack_whose_bus_speaks_tls_alone(start_stack: StartStack, tmp_path: Path) -> None:
+    """Server, services, commands and the client library take the same three settings."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    files = Authority(tmp_path / "authority").credentials("stack")
+    settings = {f"HEADRACE_NATS_{name.upper()}": getattr(files, name) for name in ("ca_file", "cert_file", "key_file")}
+    stack = start_stack(**settings)
+    with pytest.raises(BusError):
+        await Bus.connect(stack.run.nats_url, name="plain", credentials=stack.credentials, timeout_s=0.5)
+    listed = headrace("tenant", "list", "--json", "--data-dir", str(stack.data_dir), **settings)
+    assert listed.returncode == 0, listed.stderr
+    mine = msgspec.structs.replace(files, seed_file=stack.run.nats_seed_file)
+    async with Client(stack.run.nats_url, tenant="demo", credentials=mine) as client:
+        answer = await client.chat_once(model="simulated", messages=HELLO, max_tokens=2)
+    assert answer.text == "t0 t1"
