@@ -193,8 +193,8 @@ class Connection(asyncio.Protocol):
         """Begin the next request, when its head is whole."""
         if without_empty_lines(self._buffer):
             self._seen = 0
-        if not self._buffer:
-            return
+        if not self._buffer or self._buffer == b"\r":
+            return  # Half an empty line begins nothing: its time is that of an idle connection.
         try:
             size = head_bytes(self._buffer, self._seen)
             head = parse_head(bytes(self._buffer[:size])) if size else None

@@ -62,6 +62,22 @@ async def test_a_connection_that_never_asks_is_closed(world: World, stray: bytes
     await raw.close()
 
 
+async def test_empty_lines_byte_by_byte_keep_no_connection(world: World) -> None:
+    raw = await Raw.open(world)
+
+    async def drip() -> None:
+        while True:
+            for byte in (b"\r", b"\n"):
+                raw.writer.write(byte)
+                await asyncio.sleep(0.1)
+
+    dripping = asyncio.create_task(drip())
+    with contextlib.suppress(ConnectionResetError):
+        assert await asyncio.wait_for(raw.reader.read(), 10) == b""
+    dripping.cancel()
+    await raw.close()
+
+
 async def test_c38_a_slow_start_and_a_second_request_share_a_connection(world: World) -> None:
     raw = await Raw.open(world)
     for _ in range(3):
