@@ -23,6 +23,8 @@ from contracts.registry import Changed
 VALUE_BYTES_MAX = 2048
 """Of one field in an entry; a larger one is named by its hash."""
 
+TARGET_CHARS_MAX = 512
+
 _log = structlog.get_logger()
 _ENTRY = Codec[AuditEntry](AuditEntry)
 
@@ -63,7 +65,7 @@ async def recorded(bus: Bus, actor: Actor, action: str, target: str, asked: Any 
         address=actor.address,
         via=actor.via,
         action=action,
-        target=target,
+        target=target[:TARGET_CHARS_MAX],
         result="intended",
         asked=_fields(asked),
         request_id=actor.request_id,
@@ -101,7 +103,7 @@ async def _close(bus: Bus, intended: AuditEntry, record: Record, result: Result,
     entry = msgspec.structs.replace(
         intended,
         at_ms=clock.now_ms(),
-        target=record.target,
+        target=record.target[:TARGET_CHARS_MAX],
         result=result,
         reason=reason[:VALUE_BYTES_MAX],
         asked={},

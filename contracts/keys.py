@@ -22,7 +22,7 @@ PEPPER_CHARS_MIN = 32
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 ADMIN_SCOPES: tuple[Scope, ...] = tuple(scope for scope in SCOPES if scope.startswith("admin:"))
-ADDRESSES_MAX = 100
+ADDRESSES_MAX = 64
 """Networks of a key: each is looked at on every request."""
 
 

@@ -85,6 +85,16 @@ def _at_home(record: R, home: str, entry: KvEntry) -> R:
     return record
 
 
+def _encoded(codec: Codec[R], record: R) -> bytes:
+    """What is written. Raises HeadraceError for what nobody could read: it would be as if absent."""
+    data = codec.encode(record)
+    try:
+        codec.decode(data)
+    except msgspec.MsgspecError as error:
+        raise HeadraceError("invalid_request", f"this is more than is kept: {error}") from error
+    return data
+
+
 def _all(read: Callable[[KvEntry], R], entries: Mapping[str, KvEntry]) -> list[R]:
     """What can be read of them."""
     found = []
@@ -147,7 +157,7 @@ async def create_tenant(bus: Bus, record: TenantRecord) -> Changed[TenantRecord]
     """A new tenant; an existing one with the same settings is returned as it is, another one refused."""
     record = msgspec.structs.replace(check_tenant(record), created_at_ms=now_ms())
     try:
-        await bus.kv.create(topology.TENANTS, subjects.encode(record.name), _TENANT.encode(record))
+        await bus.kv.create(topology.TENANTS, subjects.encode(record.name), _encoded(_TENANT, record))
     except WrongSequence as error:
         present = await tenant(bus, record.name)
         if present is None or msgspec.structs.replace(present, created_at_ms=record.created_at_ms) != record:
@@ -205,7 +215,7 @@ async def keep_key(bus: Bus, peppers: Peppers, secret: str, record: KeyRecord) -
     place = peppers.hashes(secret.encode())[0]
     identifier = f"key_{secrets.token_hex(8)}"
     made = msgspec.structs.replace(record, id=identifier, hash=place, pepper=peppers.name(), created_at_ms=now_ms())
-    await bus.kv.create(topology.KEYS, f"{identifier}.{place}", _KEY.encode(made))
+    await bus.kv.create(topology.KEYS, f"{identifier}.{place}", _encoded(_KEY, made))
     return Changed(None, made)
 
 
@@ -242,7 +252,7 @@ async def change_key(bus: Bus, identifier: str, change: Callable[[KeyRecord], Ke
         for place, record in wanted.items():
             if record != records[place]:
                 with contextlib.suppress(WrongSequence):  # then the next look finds it
-                    await bus.kv.update(topology.KEYS, place, _KEY.encode(record), revision=entries[place].revision)
+                    await bus.kv.update(topology.KEYS, place, _encoded(_KEY, record), revision=entries[place].revision)
     raise HeadraceError("conflict", f"{identifier} is being changed by others; try again")
 
 
@@ -254,7 +264,7 @@ async def move_key(bus: Bus, peppers: Peppers, secret: bytes) -> None:
         record = msgspec.structs.replace(read_key(old), hash=current, pepper=peppers.name())
         place, moved = f"{record.id}.{current}", 0
         with contextlib.suppress(WrongSequence):  # somebody else moves it
-            moved = await bus.kv.create(topology.KEYS, place, _KEY.encode(record))
+            moved = await bus.kv.create(topology.KEYS, place, _encoded(_KEY, record))
         try:
             await bus.kv.delete(topology.KEYS, old.key, revision=old.revision)
         except WrongSequence:
@@ -283,7 +293,7 @@ async def put_manifest(bus: Bus, manifest: Manifest) -> Changed[Manifest]:
     present = next(iter(_all(read_model, {} if entry is None else {entry.key: entry})), None)
     if present is not None:
         manifest = msgspec.structs.replace(manifest, limits=present.limits, fallbacks=present.fallbacks)
-    await bus.kv.put(topology.MODELS, subjects.encode(manifest.name), _MANIFEST.encode(manifest))
+    await bus.kv.put(topology.MODELS, subjects.encode(manifest.name), _encoded(_MANIFEST, manifest))
     return Changed(present, manifest)
 
 
@@ -347,7 +357,7 @@ async def _change(
         before = found[0]
         record = change(before)
         try:
-            await bus.kv.update(bucket, key, codec.encode(record), revision=entry.revision)
+            await bus.kv.update(bucket, key, _encoded(codec, record), revision=entry.revision)
         except WrongSequence:
             continue
         return Changed(before, record)

@@ -3,7 +3,7 @@
 from typing import Annotated, ClassVar, Literal, get_args
 
 from contracts.messages.attempts import AttemptEvent
-from contracts.messages.base import FEW, MANY, SMALL, Line, Message, Name, RequestId, Text
+from contracts.messages.base import FEW, MANY, SMALL, Line, Message, Name, Text
 
 UsageDimension = Literal["tenant", "key", "model", "version", "day", "hour", "endpoint", "priority", "outcome"]
 
@@ -183,7 +183,7 @@ class ExplainQuery(Message, frozen=True, kw_only=True):
 
     BYTES_MAX: ClassVar[int | None] = SMALL
 
-    request_id: RequestId
+    request_id: Line
     """Any id of it: the ``x-request-id`` of its answer, the id in its body, or the one that its caller gave. At most
     256 characters. Of several requests that a caller gave one id the newest is told.
     """

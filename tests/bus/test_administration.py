@@ -355,3 +355,15 @@ async def test_a_record_that_the_server_was_made_to_copy_opens_nothing(world: Wo
     assert await world.trail()
     for bucket, key in ((topology.KEYS, forged), (topology.TENANTS, "stolen"), (topology.MODELS, "stolen")):
         await world.bus.kv.delete(bucket, key)
+
+
+async def test_what_nobody_could_read_is_not_written(world: World) -> None:
+    """A record beyond its bounds counts as absent: with it a tenant would be out."""
+    networks = tuple(f"10.0.{number}.0/24" for number in range(64))
+    key_id, _ = await world.key("inference", addresses=networks)
+    assert len((await registry.key(world.bus, key_id)).addresses) == 64
+    with pytest.raises(HeadraceError, match="addresses"):
+        await world.do.change_key(key_id, KeyChange(addresses=(*networks, "10.1.0.0/16")))
+    with pytest.raises(HeadraceError, match="more than is kept"):
+        await world.do.change_tenant(world.tenant, TenantChange(models=[f"m{number}" for number in range(100_001)]))
+    assert await registry.tenant(world.bus, world.tenant) is not None

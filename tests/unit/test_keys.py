@@ -67,7 +67,7 @@ def test_addresses_are_judged_as_numbers(address: str, network: str, within: boo
         ({"scopes": ("inference", "admin:keys")}, "scopes"),
         ({"addresses": ("10.0.0.1/8",)}, "addresses"),
         ({"addresses": ("everywhere",)}, "addresses"),
-        ({"addresses": ("10.0.0.0/8",) * 101}, "addresses"),
+        ({"addresses": ("10.0.0.0/8",) * 65}, "addresses"),
         ({"note": "a\nb"}, "note"),
         ({"note": "n" * 129}, "note"),
     ],
