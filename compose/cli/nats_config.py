@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,6 +31,9 @@ def nats_config(
     rotate: Annotated[
         bool, typer.Option("--rotate", help="Replace the seeds: of --user and --tenant, else of all.")
     ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on: cut off the services of tenants as they are disabled.")
+    ] = False,
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Of server/ and seeds/ for a server of your own.")
     ] = None,
@@ -43,7 +47,7 @@ def nats_config(
     public keys. A rotation lets nobody go: services notice the new file, and only when nobody uses a former seed any
     more it is refused. With --dir the servers at HEADRACE_NATS_URL are told, if that is set.
     """
-    from compose.stack import nats_config
+    from compose.stack import nats_config, tenant_users
     from compose.stack.nats_system import Servers
     from compose.stack.seeds import SYSTEM, Seeds
     from compose.stack.terminal import quiet_logs
@@ -62,8 +66,8 @@ def nats_config(
     seeds.ensure([SYSTEM, permissions.OPERATOR, *named])
     nats_config.write(where, seeds)
     system = Credentials.from_environment(os.environ | {"HEADRACE_NATS_SEED_FILE": str(seeds.path(SYSTEM))})
-    if rotate and not url:
-        raise ComposeError("a rotation asks the servers of the bus: set HEADRACE_NATS_URL")
+    if (rotate or follow) and not url:
+        raise ComposeError("this asks the servers of the bus: set HEADRACE_NATS_URL")
     if rotate:
         asyncio.run(_rotate(where, seeds, named or seeds.users(), Servers(url, system)))
     elif url:
@@ -73,6 +77,8 @@ def nats_config(
             os.environ | {"HEADRACE_NATS_SEED_FILE": str(seeds.path(permissions.OPERATOR))}
         )
         asyncio.run(_record(url, credentials, "users.rotate" if rotate else "users.make", ", ".join(named) or "all"))
+    if follow:
+        asyncio.run(tenant_users.keep_following(url, system, seeds, where, partial(print, file=sys.stderr)))
     for each in named:
         print(f"HEADRACE_NATS_URL={url}\nHEADRACE_NATS_SEED_FILE={seeds.path(each)}")
 

@@ -4,19 +4,44 @@ Gateways refuse a disabled tenant's submits by themselves, and at once; this clo
 """
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
 from compose.stack import nats_config
+from compose.stack.data_dir import ComposeError
 from compose.stack.nats_system import Servers
-from compose.stack.seeds import Seeds
+from compose.stack.seeds import SYSTEM, Seeds
 from contracts import permissions, subjects, topology
-from contracts.bus import Bus, KvEntry
+from contracts.bus import Bus, BusError, Credentials, KvEntry
 from contracts.messages.base import Codec
 from contracts.messages.records import TenantRecord
 
 _tenant: Codec[TenantRecord] = Codec(TenantRecord)
+
+
+RETRY_S = 1.0
+
+
+async def keep_following(
+    url: str, files: Credentials, seeds: Seeds, directory: Path, say: Callable[[str], None]
+) -> NoReturn:
+    """``follow``, again after whatever ends it, until cancelled. ``files``: of TLS; the seeds are ours to find."""
+    operator, system = (
+        msgspec.structs.replace(files, seed_file=str(seeds.path(user))) for user in (permissions.OPERATOR, SYSTEM)
+    )
+    while True:
+        try:
+            bus = await Bus.connect(url, name=permissions.OPERATOR, credentials=operator)
+            try:
+                await follow(bus, seeds, directory, Servers(url, system))
+            finally:
+                await bus.close()
+        except (BusError, ComposeError, TimeoutError) as error:
+            say(f"note: the bus may be open to disabled tenants: {error}")
+        await asyncio.sleep(RETRY_S)
 
 
 async def follow(bus: Bus, seeds: Seeds, directory: Path, servers: Servers) -> None:

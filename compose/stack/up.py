@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import msgspec
-
 from compose.stack import nats_config, tenant_users
 from compose.stack.data_dir import (
     ROLES,
@@ -31,7 +29,6 @@ from compose.stack.data_dir import (
     write_private,
 )
 from compose.stack.manifest import make_manifest
-from compose.stack.nats_system import Servers
 from compose.stack.ports import Ports
 from compose.stack.probes import http_reason, nats_reason
 from compose.stack.processes import Child, Probe, Spec, Supervisor
@@ -144,7 +141,7 @@ class Stack:
         self._metrics: dict[str, list[str]] = {}
         self._served = False
         self._restoring: asyncio.Task[None] | None = None
-        self._following: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[NoReturn] | None = None
 
     async def live(self) -> NoReturn:
         """Start everything and stay until something cannot be kept up; raises ComposeError then."""
@@ -181,7 +178,10 @@ class Stack:
             await self.supervisor.wait_ready([self._add_nats()])
         await self._keep_records()
         if not self._options.nats_url:
-            self._following = asyncio.create_task(self._follow_tenants())
+            following = tenant_users.keep_following(
+                self._nats, self._credentials, self._seeds, self._directory.nats, self._terminal.say
+            )
+            self._following = asyncio.create_task(following)
         for index in range(self._options.schedulers):
             self._add_service("scheduler", index, {"HEADRACE_PEPPER_FILE": str(self._directory.pepper)})
         for index in range(self._options.workers * len(self._manifests)):
@@ -252,20 +252,6 @@ class Stack:
             if self._restoring:
                 self._restoring.cancel()  # what it has entered may be lost with the store
             self._restoring = asyncio.create_task(self._restore(child))
-
-    async def _follow_tenants(self) -> None:
-        """The bus is closed to the services of disabled tenants."""
-        system = msgspec.structs.replace(self._credentials, seed_file=self._seed_file(SYSTEM))
-        while True:
-            try:
-                bus = await Bus.connect(self._nats, name=OPERATOR, credentials=self._credentials)
-                try:
-                    await tenant_users.follow(bus, self._seeds, self._directory.nats, Servers(self._nats, system))
-                finally:
-                    await bus.close()
-            except (BusError, ComposeError, TimeoutError) as error:
-                self._terminal.say(f"note: the bus may be open to disabled tenants: {error}")
-            await asyncio.sleep(RESTORE_S)
 
     async def _restore(self, nats: Child) -> None:
         """Enter the records in a new life of NATS."""

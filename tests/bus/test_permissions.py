@@ -5,15 +5,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from compose.stack import nats_config
+from compose.stack import nats_config, tenant_users
 from compose.stack.nats_system import Servers
 from compose.stack.seeds import SYSTEM, Seeds
 from contracts import audit, permissions, subjects, topology
-from contracts.bus import Bus, BusError, Credentials, Incoming
+from contracts.bus import ANONYMOUS, Bus, BusError, Credentials, Incoming
 from contracts.messages.administration import AuditEntry
+from contracts.messages.records import TenantRecord
 from tests.support.cluster import OurNats
 from tests.support.polling import until
 
@@ -360,6 +362,38 @@ async def test_a_new_tenants_user_comes_and_goes_without_a_restart(
         await bus.session.barrier()
         assert bus.session.reconnects == 0
     seeds.path(user).unlink()
+
+
+async def test_whoever_follows_the_tenants_cuts_off_those_that_are_disabled(
+    nats: OurNats, operator: Bus, connect_as: As, seeds: Seeds, tmp_path: Path
+) -> None:
+    """Those that are disabled already, those that become so, and those whose record nobody can read."""
+    key = subjects.encode("T2")
+
+    async def record(disabled: bool) -> None:
+        await operator.kv.put(topology.TENANTS, key, msgspec.json.encode(TenantRecord(name="T2", disabled=disabled)))
+
+    await record(True)
+    first, second = await connect_as("t.T1"), await connect_as("t.T2")
+    said: list[str] = []
+    keeping = tenant_users.keep_following(nats.url, ANONYMOUS, seeds, tmp_path, said.append)
+    following = asyncio.create_task(keeping)
+    try:
+        await until(lambda: not second.connected, "who is disabled already is cut off")
+        await record(False)
+        await until(lambda: second.connected, "the tenant is back")
+        await operator.kv.put(topology.TENANTS, key, b"?")
+        await until(lambda: not second.connected, "nobody knows whether it is enabled")
+        await record(False)
+        await until(lambda: second.connected, "the tenant is back")
+        await operator.kv.delete(topology.TENANTS, key)
+        await until(lambda: not second.connected, "it is no tenant any more")
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        seeds.shut("t.T2", shut=False)
+    await first.session.barrier()
+    assert (first.session.reconnects, said) == (0, [])
 
 
 async def test_a_configuration_that_the_server_cannot_read_is_told(
