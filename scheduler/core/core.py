@@ -25,6 +25,8 @@ from scheduler.core.worker_pool import Worker
 
 READERS_MAX = 16
 """Of one request under an idempotency key."""
+UNSURE_MAX = 1000
+"""Askings under unknown idempotency keys that wait for the end of a takeover; who was dropped asks again."""
 WAITERS_MAX = 16
 """Cancels of one request that wait for its end, and askings that wait to join it; who was dropped asks again."""
 
@@ -40,6 +42,7 @@ class Core(Lifecycle):
         """Refused admissions by code, for metrics."""
         self.lost_workers = 0
         self._takeover = Takeover(self)
+        self._unsure: list[events.AdmissionAsked] = []
         self._expiries: list[tuple[int, str]] = []
         """A heap of (when the reservation expires, request id) of all that was admitted."""
         self._handlers = self._table()
@@ -95,6 +98,10 @@ class Core(Lifecycle):
                 self.do(
                     events.AnswerAdmission(event.handle, AdmissionAnswer(admitted=True, joined=joined, limits=limits))
                 )
+                return
+            if self.recovering and asked.idempotency is not None:
+                # What the owner before us dispatched under this key may yet be found.
+                self._unsure = [*self._unsure[1 - UNSURE_MAX :], event]
                 return
             deadline_ms = self.admission.check(asked, self.now_ms, has_room=self.pool.has_room())
         except HeadraceError as error:
@@ -186,6 +193,9 @@ class Core(Lifecycle):
 
     def _recovered(self, event: events.Recovered) -> None:
         self._takeover.finish()
+        unsure, self._unsure = self._unsure, []
+        for asked in unsure:
+            self._admission_asked(asked)
 
     def awaits_work(self, effect: events.StoreWork) -> Request | None:
         """The request of an effect that is still wanted; None when its attempt has ended meanwhile."""

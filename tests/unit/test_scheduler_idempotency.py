@@ -136,6 +136,21 @@ def test_who_asks_while_it_is_not_stored_yet_is_admitted_when_it_never_is() -> N
     assert answer(world, asks(world, "b")).joined == ""
 
 
+def test_while_a_takeover_goes_on_nothing_new_is_admitted_under_a_key() -> None:
+    """The owner before may have dispatched one whose message is found only at the second look."""
+    world = World()
+    worker = world.ready_worker()
+    first = asks(world)
+    world.begin_term()
+    second = world.ask(idempotency=KEY, reader="b")
+    assert second not in world.answers
+    world.run_pending()  # The one before us dispatches it.
+    world.pull(worker)
+    world.read_streams()
+    world.feed(events.Recovered())
+    assert answer(world, second).joined == first
+
+
 # Who was told to try again ------------------------------------------------------------------------------------
 
 
