@@ -278,7 +278,8 @@ class Core(Lifecycle):
             request.attempt = event.attempt
             outcomes.count(request, event, self.pool.beats)
             if outcomes.may_retry(request, event):
-                if outcomes.may_have_been_seen(request, event):
+                # One that waits for its message is another owner's by now, and this one deposed.
+                if request.state is not State.ADMITTED and outcomes.may_have_been_seen(request, event):
                     self.clear(request, event)
                 return
         self.leave_queue(request)

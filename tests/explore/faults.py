@@ -77,6 +77,8 @@ def _of_schedulers(world: "World", slots: list[int], *, moved: bool) -> Iterator
                 for how in ("stored", "stored late"):
                     yield "work unconfirmed", slot, effect, how
                 yield "work stored late", slot, effect
+            elif effect[0] == "delete" and world.held(sched):
+                yield "delete late", slot, effect
             elif effect[0] == "end" and world.held(sched):
                 yield "end stored late", slot, effect
         if sched.tail < len(world.attempts):
@@ -241,6 +243,12 @@ def _work_stored_late(world: "World", slot: int, effect: Op) -> None:
     world.late = (*world.late, (world.now, ("store work", *effect[1:4], item)))
 
 
+def _delete_late(world: "World", slot: int, effect: Op) -> None:
+    """The order to delete is held up on the way."""
+    schedulers.remove(world, slot, "todo", effect)
+    world.late = (*world.late, (world.now, ("delete work", effect[1])))
+
+
 def _end_stored_late(world: "World", slot: int, effect: Op) -> None:
     """A copy is on its way; the task tries again."""
     world.late = (*world.late, (world.now, ("store end", *effect[1:])))
@@ -311,6 +319,7 @@ _FAULTS: dict[str, Callable[..., None]] = {
     "answer lost": _answer_lost,
     "work unconfirmed": _work_unconfirmed,
     "work stored late": _work_stored_late,
+    "delete late": _delete_late,
     "end stored late": _end_stored_late,
     "event stored late": _event_stored_late,
     "lose ack": workers.remove,

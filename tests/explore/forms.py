@@ -31,7 +31,7 @@ def asked_form(asked: Asked, now: int, parts: Parts) -> Any:
     questions = frozenset([(question, near(at, now)) for question, at in asked.questions])
     answer = flat(asked.answer, now) if asked.phase == "storing" else b""
     told = flat(asked.ending, now), questions, asked.cancel, asked.reads
-    return asked[:3], answer, form, asked.text, *told
+    return asked[:4], answer, form, asked.text, *told
 
 
 def flat_form(value: Any, now: int, _: Parts) -> Any:

@@ -14,7 +14,7 @@ from contracts.streaming.subscriber import MAY_STILL_RUN
 from tests.explore import schedulers
 from tests.explore.parts import READER as STREAM_OWNER
 from tests.explore.parts import TENANT, encode
-from tests.explore.records import TICK_MS, Action, Asked, Message, Op, Violation
+from tests.explore.records import TICK_MS, Action, Asked, Message, Op, Scenario, Violation
 
 if TYPE_CHECKING:
     from tests.explore.world import World
@@ -28,8 +28,10 @@ _cancelled = msgspec.json.Decoder(CancelAnswer)
 _end = msgspec.json.Decoder(EndData)
 
 
-def new(rid: str, stream: bool, *, keyed: bool = False) -> Asked:
-    return Asked(rid, stream, key=rid if keyed else "")
+def new_requests(scenario: Scenario) -> Iterator[Asked]:
+    for number, stream in enumerate(scenario.streams):
+        rid = f"r{number}"
+        yield Asked(rid, stream, "v9" if number < scenario.pinned else "", key=rid if scenario.keyed else "")
 
 
 def actions(world: "World") -> Iterator[Action]:
@@ -114,6 +116,7 @@ def _ask(world: "World", rid: str) -> None:
             prompt_tokens=1,
             max_output_tokens=3,
             stream=find(world, rid).stream,
+            version=find(world, rid).version,
             deadline_ms=20 * TICK_MS,
             stream_owner=STREAM_OWNER,
             idempotency=_idempotency(world, rid),
@@ -140,6 +143,7 @@ def envelope_of(world: "World", rid: str) -> bytes:
             model="m",
             endpoint="chat/completions",
             stream=asked.stream,
+            version=asked.version,
             prompt_tokens=1,
             max_output_tokens=3,
             choices=1,

@@ -1,5 +1,6 @@
 """Broken cores, each with one rule left out: the search must find every one of them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from contracts.messages.request import WorkItem
 from contracts.streaming.relay import Effects, Relay
 from scheduler.core import events, outcomes
 from scheduler.core.core import Core
+from scheduler.core.fair_queue import FairQueue, QueuedRequest
 from scheduler.core.request import Request
 from scheduler.core.takeover import Takeover
 from scheduler.core.worker_pool import Worker
@@ -148,6 +150,42 @@ class HumbleCore(Core):
     def _worker_seen(self, event: events.WorkerSeen) -> None:
         super()._worker_seen(event)
         self.effects = [effect for effect in self.effects if not isinstance(effect, events.RiseAbove)]
+
+
+class SingleFileQueue(FairQueue):
+    """Looks no further than at the first that fits nowhere."""
+
+    def scan(self, now_ms: int, take: Callable[[QueuedRequest], bool]) -> int:
+        fits = True
+
+        def take_first(entry: QueuedRequest) -> bool:
+            nonlocal fits
+            fits = fits and take(entry)
+            return fits
+
+        return super().scan(now_ms, take_first)
+
+
+class SingleFileCore(Core):
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.queue = self.admission._queue = SingleFileQueue(ageing_ms=self.settings.ageing_ms)
+
+
+class ClingingTakeover(Takeover):
+    """Keeps the first copy of a request that it finds in WORK, and deletes the others."""
+
+    def work_found(self, item: WorkItem, seq: int) -> None:
+        known = self._life.requests.get(item.request.request_id)
+        if known is not None:
+            known.work_attempt = 99
+        super().work_found(item, seq)
+
+
+class ClingingCore(Core):
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._takeover = ClingingTakeover(self)
 
 
 class TrustingCore(Core):

@@ -101,6 +101,8 @@ class Asked(NamedTuple):
 
     rid: str
     stream: bool
+    version: str = ""
+    """Pinned; nobody serves it."""
     phase: str = "idle"
     """idle, asking (for admission), storing, stored; over when the gateway's task has ended."""
     answer: bytes = b""
@@ -131,6 +133,7 @@ class Scenario(NamedTuple):
     """``streams``: for each request whether it streams. ``faults``, ``leaves``: at most so many in a history.
 
     ``poison``: engines die of the requests, at their first step. ``limited``: the tenant has rate limits.
+    ``pinned``: so many of the first requests ask for a version that nobody serves.
     ``concurrency``: how many requests the tenant may have open. ``only``: faults that are tried; empty: all of them.
     ``keyed``: services ask, under idempotency keys, and again when they are not answered or told to.
     """
@@ -141,6 +144,7 @@ class Scenario(NamedTuple):
     leaves: int = 1
     poison: bool = False
     limited: bool = False
+    pinned: int = 0
     concurrency: int | None = None
     only: tuple[str, ...] = ()
     keyed: bool = False

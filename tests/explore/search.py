@@ -47,6 +47,7 @@ SCENARIOS = (
     Scenario("poison", (True,), leaves=0, poison=True),
     Scenario("two requests", (True, False)),
     Scenario("rate limits", (True,), leaves=0, limited=True),
+    Scenario("nobody's version", (False, False), leaves=0, pinned=1),
     Scenario("one at a time", (True, False), concurrency=1),
     Scenario("a service's stream", (True,), keyed=True),
 )

@@ -15,11 +15,13 @@ ENOUGH_S = 600.0
 """Far more than a search takes that must be complete."""
 MUTANT_S = 60.0
 """Bound for one mutant; each takes seconds."""
-STREAM, ANSWER, POISON, TWO, LIMITED, FULL, SERVICE = SCENARIOS
+STREAM, ANSWER, POISON, TWO, LIMITED, PINNED, FULL, SERVICE = SCENARIOS
 
 
 @pytest.mark.parametrize(
-    ("scenarios", "most"), [((STREAM, ANSWER, POISON, LIMITED, SERVICE), 1), ((TWO, FULL), 0)], ids=["one", "two"]
+    ("scenarios", "most"),
+    [((STREAM, ANSWER, POISON, LIMITED, SERVICE), 1), ((TWO, PINNED, FULL), 0)],
+    ids=["one", "two"],
 )
 def test_no_history_with_so_many_faults_breaks_a_rule(scenarios: tuple[Scenario, ...], most: int) -> None:
     """One request with at most one fault, two requests without any: all histories."""
@@ -41,6 +43,7 @@ LATE_WORK = Scenario("late work", (False,), leaves=0, only=("crash", "work store
 RESTORE = Scenario("restore", (False,), leaves=0, only=("restore",))
 CLOCK = Scenario("clock", (False,), leaves=0, only=("step clock",))
 UNHEARD = Scenario("unheard", (True,), leaves=0, keyed=True, only=("crash", "answer lost", "submit unconfirmed"))
+COPIES = Scenario("copies", (False,), faults=3, leaves=0, poison=True, only=("crash", "drain", "delete late"))
 DRAINS = Scenario("drains", (True,), leaves=0, only=("drain",))
 
 BROKEN: dict[str, tuple[Parts, Scenario, set[str]]] = {
@@ -71,6 +74,8 @@ BROKEN: dict[str, tuple[Parts, Scenario, set[str]]] = {
     "hurried": (Parts(core=mutants.HurriedCore), STREAM, {"no retry of what was seen"}),
     "humble": (Parts(core=mutants.HumbleCore), RESTORE, {"no request fails in vain", "everything comes to its end"}),
     "on the wall's time": (Parts(clock=mutants.wall_clock), CLOCK, {"no request fails in vain"}),
+    "in single file": (Parts(core=mutants.SingleFileCore), PINNED, {"no request fails in vain"}),
+    "clinging": (Parts(core=mutants.ClingingCore), COPIES, {"a body is kept until the end"}),
     "trusting": (Parts(core=mutants.TrustingCore), ANSWER, {"everything comes to its end"}),
     "counting": (Parts(core=mutants.CountingCore), DRAINS, {"no request fails in vain"}),
     "epochless": (Parts(work_id=mutants.work_id_without_epoch), LATE_WORK, {"what is dispatched reaches its worker"}),

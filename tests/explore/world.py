@@ -88,9 +88,7 @@ class World:
         """Whether the streams and the lease are those of a backup from before the history."""
         self.scheds: tuple[Sched, ...] = (Sched("s0"), Sched("s1"))
         self.workers: tuple[Worker, ...] = ()
-        self.gate = Gateway(
-            asked=tuple(gateway.new(f"r{n}", stream, keyed=scenario.keyed) for n, stream in enumerate(scenario.streams))
-        )
+        self.gate = Gateway(asked=tuple(gateway.new_requests(scenario)))
         self.requests: tuple[tuple[int, int, str, bytes], ...] = ()
         """REQUESTS: (sequence, stored at, request id, envelope)."""
         self.consumed: frozenset[int] = frozenset()
@@ -200,6 +198,8 @@ class World:
         # After a restore numbers are given anew: an acknowledgement may hit another message than was meant.
         if b"did not reach its worker" in data and not self.restored:
             raise Violation("what is dispatched reaches its worker", f"{rid} attempt {attempt}")
+        if b"body is gone" in data and not self.restored:
+            raise Violation("a body is kept until the end", f"{rid} attempt {attempt}")
         if sum(event.billable for of in (rid, _other_try(rid)) for _, event in self.ends_of(of)) > 1:
             raise Violation("at most one billable attempt", f"{rid} attempt {attempt}")
         if sum(event.engine_death for _, event in self.ends_of(rid)) > DEATHS_MAX:
@@ -328,7 +328,7 @@ class World:
         return self.gate.up == "up"
 
     def _arrives(self, message: Message) -> bool:
-        return message[0].startswith("store ") or self.receiver_up(message)
+        return message[0].startswith(("store ", "delete ")) or self.receiver_up(message)
 
     def exists(self, message: Message) -> bool:
         """Whether somebody still listens for it."""
@@ -396,6 +396,8 @@ class World:
                 self.store_work(*message[1:])
             case "store end":
                 self.store_end(*message[1:])
+            case "delete work":
+                self.work = tuple([item for item in self.work if item[0] != message[1]])
             case "store request":
                 self.store_request(*message[1:])
             case _:
@@ -514,7 +516,7 @@ class World:
         What a worker stored as completed and did not live to tell is told all the same, unless part of the answer
         was lost, too.
         """
-        if self.poison or self.harm > 1:
+        if self.poison or self.harm > 1 or asked.version:
             return True
         completed = [event.attempt for event in ends if event.outcome == "completed"]
         if completed and asked.stream:

@@ -239,6 +239,14 @@ def test_nothing_runs_again_whose_text_was_seen_and_told_by_no_heartbeat() -> No
     assert not made.attempts[(request_id, 2)].billable and not made.attempts[(request_id, 1)].billable
 
 
+def test_a_deposed_owner_hears_of_the_loss_of_what_it_had_admitted() -> None:
+    made = World()
+    request_id = made.ask()
+    lost = attempt_event(made, request_id, outcome="lost", worker="w", retryable=True)
+    made.feed(events.TerminalStored(lost))
+    assert made.core.requests[request_id].state is State.ADMITTED
+
+
 def test_a_takeover_asks_again_what_was_seen() -> None:
     made = World()
     request_id = lost_unseen_or_not(made, stream_owner="_gw.g")
