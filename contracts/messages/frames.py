@@ -67,9 +67,13 @@ class ErrorData(Message, frozen=True, kw_only=True):
 
 
 class LostData(Message, frozen=True, kw_only=True):
-    """Data of a ``lost`` frame: the attempt is void; ``retry`` says whether another one follows."""
+    """Data of a ``lost`` frame: the attempt is void; ``retry`` says whether another one follows.
+
+    ``tell``: only once it is known that the caller has seen nothing of this one (StatusRequest.void_below).
+    """
 
     retry: bool
+    tell: bool = False
 
 
 class FramesRequest(Message, frozen=True, kw_only=True):

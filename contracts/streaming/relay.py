@@ -238,9 +238,11 @@ class Relay:
                 return self._finish(end) if end.outcome == "cancelled" else NOTHING
             if frame.kind == "lost":
                 lost = _error("lost")
-                if _lost_of(frame.data).retry:
-                    return self._void_below(frame.attempt + 1, lost) or self._tell_void(now_ms, again=True)
-                return self._fail(lost) if frame.attempt >= self._floor else NOTHING
+                data = _lost_of(frame.data)
+                if not data.retry:
+                    return self._fail(lost) if frame.attempt >= self._floor else NOTHING
+                failed = self._void_below(frame.attempt + 1, lost)
+                return self._tell_void(now_ms, again=True) if data.tell and not failed else failed
         except msgspec.MsgspecError:
             return self._fail(_broken("The scheduler sent a malformed frame."))
         return NOTHING

@@ -328,7 +328,7 @@ class Lifecycle:
                     self.admission.count_waiting(request, 1, self.now_ms)
                     self.clear(request, event)
                 else:
-                    self._send_lost(request, event)
+                    self._send_lost(request, event, tell=False)
                     self._retry(request)
                 return
         self.settle(request, event)
@@ -366,8 +366,8 @@ class Lifecycle:
                 self.clearing[request_id] = clearing._replace(asked_at_ms=self.now_ms)
                 self._send_lost(request, clearing.event)
 
-    def _send_lost(self, request: Request, event: AttemptEvent) -> None:
-        self._send_frame(request, "lost", msgspec.json.encode(LostData(retry=True)), attempt=event.attempt)
+    def _send_lost(self, request: Request, event: AttemptEvent, *, tell: bool = True) -> None:
+        self._send_frame(request, "lost", msgspec.json.encode(LostData(retry=True, tell=tell)), attempt=event.attempt)
 
     def _release(self, request: Request, *, served: int, died: bool = False) -> None:
         """The attempt no longer runs: its worker has room again, its tenant is charged for ``served`` tokens only."""

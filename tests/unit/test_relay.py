@@ -35,7 +35,7 @@ def end(attempt: int, seq: int, outcome: Outcome = "completed") -> Frame:
 
 
 def lost(attempt: int, retry: bool) -> Frame:
-    return frame(attempt, -1, "lost", LostData(retry=retry))
+    return frame(attempt, -1, "lost", LostData(retry=retry, tell=retry))
 
 
 def texts(effects: Sequence[Effect]) -> list[str]:
