@@ -134,7 +134,8 @@ class Scenario(NamedTuple):
 
     ``poison``: engines die of the requests, at their first step. ``limited``: the tenant has rate limits.
     ``pinned``: so many of the first requests ask for a version that nobody serves.
-    ``concurrency``: how many requests the tenant may have open. ``only``: faults that are tried; empty: all of them.
+    ``concurrency``: how many requests the tenant may have open. ``only``: faults that are tried, by name or by name
+    and target; empty: all of them.
     ``keyed``: services ask, under idempotency keys, and again when they are not answered or told to.
     """
 

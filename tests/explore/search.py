@@ -162,7 +162,7 @@ class Search:
         for depth, nodes in enumerate(before):
             for number, world, earlier in nodes:
                 for action in faults(world, earlier):
-                    if self._scenario.only and action[0] not in self._scenario.only:
+                    if not self._wanted(action):
                         continue
                     after = self._add(number, world, action)
                     if after is not None:
@@ -171,6 +171,10 @@ class Search:
                     return struck
             level.struck = depth
         return struck
+
+    def _wanted(self, fault: Action) -> bool:
+        only = self._scenario.only
+        return not only or fault[0] in only or " ".join(map(str, fault[:2])) in only
 
     def _add(self, parent: int, world: World, action: Action) -> Node | None:
         """The world after ``action``, unless it is known or all is over; raises Found."""
