@@ -23,7 +23,8 @@ CHUNKS_AT_ONCE = 128
 """Chunks that are taken before others have their turn: less than half a millisecond."""
 
 _EMPTY_LINES = re.compile(rb"(?:\r\n)+")
-_FIRST_LINE = re.compile(rb"[A-Z-]+ [!-~]+ HTTP/\d\.\d\r\n")
+# A target has no fragment (RFC 9112, 3.2): one reader drops it, another does not.
+_FIRST_LINE = re.compile(rb"[A-Z-]+ [!\"$-~]+ HTTP/\d\.\d\r\n")
 _NO_LINE_END = re.compile(rb"(?<!\r)\n|\r(?!\n|\Z)")
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,8})(?:;[\t\x20-\x7e\x80-\xff]*)?")
 

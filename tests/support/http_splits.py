@@ -52,6 +52,7 @@ CORPUS: list[bytes] = [
     b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\n" + GET,
     b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n",
     b"GET http://elsewhere/v1/models?a=b HTTP/1.1\r\nhost: x\r\n\r\n" + GET,
+    b"GET /v1/models#fragment HTTP/1.1\r\nhost: x\r\n\r\n" + GET,
     b"GET / HTTP/1.0\r\nconnection: keep-alive\r\n\r\n" + GET,
     b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n" + GET,
     sized(b"{}") + WITH_KEY,

@@ -68,6 +68,7 @@ def test_a_request_in_any_pieces_is_one_request_and_h11_says_so() -> None:
         (get(b"get / HTTP/1.1"), 400),
         (get(b"GET /\xc3\xa9 HTTP/1.1"), 400),
         (get(b"GET * HTTP/1.1"), 400),
+        (get(b"GET /a#b HTTP/1.1"), 400),
         (get(b"GET a HTTP/1.1"), 400),
         (get(b"GET ftp://a/b HTTP/1.1"), 400),
         (get(b"CONNECT a:1 HTTP/1.1"), 400),
