@@ -123,7 +123,7 @@ def test_lists_show_no_secret(stack: Stack) -> None:
     ("arguments", "reason"),
     [
         (("tenant", "create", ""), "empty"),
-        (("tenant", "create", "x" * 129), "129 bytes"),
+        (("tenant", "create", "x" * 129), "129 characters"),
         (("tenant", "create", "a\nb"), "control character"),
         (("key", "create", "nobody"), "no tenant"),
         (("key", "revoke", "key_none"), "no key"),
