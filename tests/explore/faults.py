@@ -284,7 +284,7 @@ def _step_clock(world: "World", slot: int, off_ms: int) -> None:
 
 def _restore(world: "World") -> None:
     """What was admitted or asked for until now may be lost."""
-    if any(asked.phase in ("storing", "stored") for asked in world.gate.asked):
+    if any(asked.phase not in ("idle", "asking") for asked in world.gate.asked):
         world.harm = 2
     world.restore()
 
