@@ -1,5 +1,7 @@
 """What the scheduler shows to Prometheus of the models that it owns."""
 
+import msgspec
+
 from contracts.messages.records import TenantRecord
 from scheduler.core import events
 from scheduler.metrics import Collector
@@ -24,6 +26,12 @@ def test_all_figures_of_a_model() -> None:
         world.pull(worker)
     world.end(first, first.running.pop(next(iter(first.running))), "completed")
     world.run_pending()
+    ((seq, item), *_) = world.work.items()
+    world.feed(
+        events.WorkFound(
+            msgspec.structs.replace(item, request=msgspec.structs.replace(item.request, request_id="nobody's")), seq + 1
+        )
+    )
     second.alive = False
     for _ in range(8):
         world.now += 500
@@ -37,6 +45,7 @@ def test_all_figures_of_a_model() -> None:
         ("headrace_workers", "m"): 1,
         ("headrace_lost_workers_total", "m"): 1,
         ("headrace_refusals_total", "m", "permission_denied"): 1,
+        ("headrace_mended_total", "m", "work"): 1,
         ("headrace_requests_ended_total", "m", "completed"): 1,
         ("headrace_clock_skew_seconds", "m", "s"): -2.5,
     }
