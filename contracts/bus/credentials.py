@@ -96,10 +96,11 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
 
     def stamp(self) -> tuple[tuple[int, int, int], ...]:
         """Differs when a file was replaced or written; what is away for a moment counts as nothing."""
-        return tuple(_stamp(path) for path in self.files)
+        return tuple(file_stamp(path) for path in self.files)
 
 
-def _stamp(path: str) -> tuple[int, int, int]:
+def file_stamp(path: str) -> tuple[int, int, int]:
+    """Differs when the file was replaced or written; zeros while it is away."""
     try:
         status = Path(path).stat()
     except OSError:

@@ -6,7 +6,6 @@ import errno
 import ipaddress
 import resource
 import socket
-import ssl
 from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
@@ -18,6 +17,7 @@ from starlette.types import ASGIApp
 from contracts import errors
 from gateway import metrics
 from gateway.config import GatewayConfig
+from gateway.http.certificate import Certificate
 from gateway.http.connection import Connection, answer_head
 
 BACKLOG = 4096
@@ -54,7 +54,7 @@ class Server:
     def __init__(self, app: ASGIApp, sockets: list[socket.socket], config: GatewayConfig) -> None:
         self.app = app
         self._sockets = sockets
-        self._tls = _tls(config) if config.tls_cert_file else None
+        self._tls = Certificate(config.tls_cert_file, config.tls_key_file) if config.tls_cert_file else None
         self.scheme = "https" if self._tls else "http"
         self._max = config.connections_max
         self._address_max = config.connections_per_address_max
@@ -75,6 +75,8 @@ class Server:
     def start(self) -> None:
         """Take connections."""
         _allow_descriptors(self._max)
+        if self._tls:
+            self._run(self._tls.follow())
         for listening in self._sockets:
             listening.listen(BACKLOG)
             self._watch(listening)
@@ -139,7 +141,7 @@ class Server:
 
     async def _connect(self, connection: Connection, opened: socket.socket) -> None:
         """Until the connection can be read: with TLS, until both sides have shaken hands."""
-        tls = {"ssl": self._tls, "ssl_handshake_timeout": HANDSHAKE_S} if self._tls else {}
+        tls = {"ssl": self._tls.context, "ssl_handshake_timeout": HANDSHAKE_S} if self._tls else {}
         try:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, opened, **tls)  # type: ignore[arg-type]
         except OSError:  # of TLS, too; the caller's affair
@@ -180,14 +182,6 @@ class Server:
                 del self._by_address[address]
         if not self._open:
             self._empty.set()
-
-
-def _tls(config: GatewayConfig) -> ssl.SSLContext:
-    """Raises OSError when the files do not hold a certificate and its key."""
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(config.tls_cert_file, config.tls_key_file)
-    context.set_alpn_protocols(["http/1.1"])
-    return context
 
 
 def _counted_as(host: str) -> str:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.support.nginx import through
+from tests.support.polling import wait_until
 from tests.support.stack import Stack, StartStack, headrace
 
 HELLO = [{"role": "user", "content": "one two three"}]
@@ -73,7 +74,7 @@ def certificate(directory: Path) -> tuple[Path, Path]:
     return cert, key
 
 
-def test_tls_by_certificate_files(start_stack: StartStack, tmp_path: Path) -> None:
+def test_d28_tls_by_certificate_files(start_stack: StartStack, tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
     stack = start_stack("--tls-cert", str(cert), "--tls-key", str(key))
     run = stack.run
@@ -97,6 +98,37 @@ def test_tls_by_certificate_files(start_stack: StartStack, tmp_path: Path) -> No
     plain = run.url.replace("https", "http")
     with pytest.raises(httpx.HTTPError):
         httpx.get(f"{plain}/v1/models", headers=headers, trust_env=False)
+    _replace_the_certificate(stack, cert, key, tmp_path)
+
+
+def _replace_the_certificate(stack: Stack, cert: Path, key: Path, tmp_path: Path) -> None:
+    """D28: new connections see the new one, an open stream goes on; a broken file changes nothing."""
+    host, port = stack.run.url.removeprefix("https://").split(":")
+
+    def shown() -> str:
+        return ssl.get_server_certificate((host, int(port)))
+
+    before = shown()
+    body = {"model": "simulated", "messages": HELLO, "max_tokens": 2000, "stream": True, "simulate": {"itl_ms": 20}}
+    trusted = ssl.create_default_context(cafile=str(cert))
+    headers = {"Authorization": f"Bearer {stack.run.key}"}
+    with (
+        httpx.Client(base_url=stack.run.url, headers=headers, verify=trusted, trust_env=False, timeout=30) as client,
+        client.stream("POST", "/v1/chat/completions", json=body) as response,
+    ):
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        (tmp_path / "new").mkdir()
+        new_cert, new_key = certificate(tmp_path / "new")
+        wanted = new_cert.read_text()
+        new_key.rename(key)
+        new_cert.rename(cert)
+        wait_until(lambda: shown() == wanted, "the new certificate")
+        assert wanted != before
+        cert.write_text("broken")
+        wait_until(lambda: "certificate_not_replaced" in stack.logs(100), "the broken file is told")
+        assert shown() == wanted
+        assert next(line for line in lines if line).startswith("data: {")
 
 
 def test_half_of_tls_is_refused(tmp_path: Path) -> None:
