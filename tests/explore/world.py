@@ -200,7 +200,8 @@ class World:
             raise Violation("what is dispatched reaches its worker", f"{rid} attempt {attempt}")
         if b"body is gone" in data and not self.restored:
             raise Violation("a body is kept until the end", f"{rid} attempt {attempt}")
-        if sum(event.billable for of in (rid, _other_try(rid)) for _, event in self.ends_of(of)) > 1:
+        bills = sum(event.billable for of in (rid, _other_try(rid)) for _, event in self.ends_of(of))
+        if bills > 1 and not self.restored:  # A restore undoes the loss that kept a frozen worker from its end.
             raise Violation("at most one billable attempt", f"{rid} attempt {attempt}")
         if sum(event.engine_death for _, event in self.ends_of(rid)) > DEATHS_MAX:
             raise Violation("a request ends two engines at most", f"{rid} attempt {attempt}")
