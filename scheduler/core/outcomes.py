@@ -3,6 +3,8 @@
 Decided from stored events and the request alone, so that a later owner comes to the same.
 """
 
+import msgspec
+
 from contracts.messages.attempts import ENGINE_DEATHS_MAX, AttemptEvent
 from contracts.messages.base import Outcome, RequestFacts, TokenCounts, fields_of
 from contracts.messages.control import WITHDRAWN
@@ -98,11 +100,15 @@ def proposed(
 
 
 def unreadable(request: Request | None, request_id: str, number: int, model: str) -> AttemptEvent:
-    """What is taken for the stored end of attempt ``number`` when nobody can read it: failed for good."""
+    """What is taken for the stored end of attempt ``number`` when nobody can read it: failed for good.
+
+    Where another attempt follows all the same, it counts as a death: three engines must not die for a request.
+    """
     code, message = "internal_error", "How the attempt ended cannot be read."
     if request is not None:
         version = request.envelope.version
-        return proposed(request, number, "failed", code, message, version=version, worker_died=False, now_ms=0)
+        event = proposed(request, number, "failed", code, message, version=version, worker_died=False, now_ms=0)
+        return msgspec.structs.replace(event, engine_death=True)
     return AttemptEvent(
         request_id=request_id,
         attempt=number,
@@ -116,6 +122,7 @@ def unreadable(request: Request | None, request_id: str, number: int, model: str
         reporter="scheduler",
         error_code=code,
         error_message=message,
+        engine_death=True,
     )
 
 

@@ -22,13 +22,13 @@ class Takeover:
     def __init__(self, life: Lifecycle) -> None:
         self._life = life
         self._voids: dict[str, dict[int, AttemptEvent]] = {}
-        """The void ends that were read, by request and attempt."""
+        """The void ends that were read, by request and attempt; and those that nobody can read."""
 
     def end_found(self, event: AttemptEvent) -> None:
         """An event of ATTEMPTS, of a request known or not, before it is acted on."""
         life = self._life
         known = life.requests.get(event.request_id)
-        if life.recovering and outcomes.is_void(event):
+        if life.recovering and (outcomes.is_void(event) or event.engine_death):
             self._voids.setdefault(event.request_id, {})[event.attempt] = event
             if known is not None and event.attempt < known.attempt:
                 self._recount(known, known.attempt)

@@ -696,6 +696,19 @@ def test_an_end_that_nobody_can_read_ends_the_request_once() -> None:
     assert not made.core.requests
 
 
+def test_a_takeover_counts_an_unreadable_end_before_the_present_attempt_as_a_death() -> None:
+    made = World()
+    request_id = made.submit()
+    made.kill(made.ready_worker())
+    second = made.ready_worker()
+    made.run_pending()
+    made.pull(second)
+    made.begin_term()
+    made.feed(events.EndUnreadable(request_id, 1))
+    made.read_work()
+    assert made.core.requests[request_id].attempt == 2 and made.core.requests[request_id].deaths == 1
+
+
 def test_work_of_another_epoch_has_another_id_in_work() -> None:
     """Else what a deposed owner stores late would make the owner's dispatch a duplicate, which is thrown away."""
     made = World()
