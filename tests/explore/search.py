@@ -93,7 +93,7 @@ class Level(msgspec.Struct):
     """Seen up to here, those on the way to the end included."""
 
     def __str__(self) -> str:
-        how = "complete" if self.complete else "stopped by the time"
+        how = "complete" if self.complete else "stopped by its bound"
         return (
             f"{self.scenario}, {self.faults} faults or leaves: {self.states} states, depth {self.depth} "
             f"(last fault tried to {self.struck}), {how}; {self.worlds} in all"
@@ -103,7 +103,8 @@ class Level(msgspec.Struct):
 class Search:
     """One scenario."""
 
-    def __init__(self, parts: Parts, scenario: Scenario) -> None:
+    def __init__(self, parts: Parts, scenario: Scenario, worlds_max: int | None = None) -> None:
+        self._worlds_max = worlds_max
         self._scenario = scenario
         self._last = scenario.faults + scenario.leaves
         self._visited: set[int] = set()
@@ -136,7 +137,7 @@ class Search:
         struck = self._strike(level, before, until)
         frontier = [] if before else [Node(self._note(-1, ("start",)), self.first, None)]
         while frontier or len(found) < len(struck):
-            if time.monotonic() > until:
+            if self._is_over(until):
                 return found
             if len(found) < len(struck):
                 frontier += [Node(blow.number, blow.world.after(blow.action), None) for blow in struck[len(found)]]
@@ -149,7 +150,7 @@ class Search:
                     after = self._add(number, world, action)
                     if after is not None:
                         following.append(after)
-                if time.monotonic() > until:
+                if self._is_over(until):
                     return found
             frontier = following
             gc.freeze()  # What is kept is not looked at again: a third of the time.
@@ -167,10 +168,13 @@ class Search:
                     after = self._add(number, world, action)
                     if after is not None:
                         struck[depth + 1].append(Blow(after.number, world, action))
-                if time.monotonic() > until:
+                if self._is_over(until):
                     return struck
             level.struck = depth
         return struck
+
+    def _is_over(self, until: float) -> bool:
+        return time.monotonic() > until or (self._worlds_max is not None and len(self._visited) >= self._worlds_max)
 
     def _wanted(self, fault: Action) -> bool:
         only = self._scenario.only
@@ -247,15 +251,18 @@ def first_world(parts: Parts, scenario: Scenario) -> World:
     return world
 
 
-def explore(seconds: float, scenarios: Sequence[Scenario] = SCENARIOS, most: int | None = None) -> Iterator[Level]:
+def explore(
+    seconds: float, scenarios: Sequence[Scenario] = SCENARIOS, most: int | None = None, worlds_max: int | None = None
+) -> Iterator[Level]:
     """Search the scenarios within ``seconds``, as many at once as there are processors. Raises Found.
 
-    ``most`` bounds the faults and leaves below what the scenarios allow.
+    ``most`` bounds the faults and leaves below what the scenarios allow. With ``worlds_max``, of each scenario, and
+    one PYTHONHASHSEED the same worlds are seen each time.
     """
     processes = min(len(scenarios), os.cpu_count() or 1)
     share = seconds * processes / len(scenarios)
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        searches = [pool.submit(_search, scenario, share, most) for scenario in scenarios]
+        searches = [pool.submit(_search, scenario, share, most, worlds_max) for scenario in scenarios]
         for search in as_completed(searches):
             levels, found = search.result()
             yield from levels
@@ -265,11 +272,11 @@ def explore(seconds: float, scenarios: Sequence[Scenario] = SCENARIOS, most: int
 
 
 def _search(
-    scenario: Scenario, seconds: float, most: int | None
+    scenario: Scenario, seconds: float, most: int | None, worlds_max: int | None
 ) -> tuple[list[Level], tuple[Violation, list[str]] | None]:
     levels: list[Level] = []
     try:
-        levels.extend(Search(Parts(), scenario).run(time.monotonic() + seconds, most))
+        levels.extend(Search(Parts(), scenario, worlds_max).run(time.monotonic() + seconds, most))
     except Found as found:
         return levels, (found.violation, found.steps)
     return levels, None

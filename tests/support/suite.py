@@ -164,7 +164,7 @@ def main() -> int:
     parser.add_argument("-m", dest="marks", default="", help="only what these marks say")
     options, rest = parser.parse_known_args()
     if options.all:
-        os.environ.setdefault("HEADRACE_EXPLORE_S", "120")
+        os.environ.setdefault("HEADRACE_EXPLORE_WORLDS", "25000")
     return suite(plan(options.all, options.marks), rest, second_look=options.second_look)
 
 
