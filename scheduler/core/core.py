@@ -13,7 +13,7 @@ from contracts.errors import HeadraceError
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch
-from contracts.messages.control import WITHDRAWN, Announce, CancelAnswer, CancelAttempt, Evict, Progress
+from contracts.messages.control import Announce, CancelAnswer, CancelAttempt, Evict, Progress
 from contracts.messages.records import Manifest
 from scheduler.core import events, outcomes, views
 from scheduler.core.lifecycle import UNHEARD, Lifecycle, cancelled
@@ -137,7 +137,7 @@ class Core(Lifecycle):
                 raise HeadraceError(
                     "conflict", f"Request {named.request_id} of this idempotency key has ended; its answer is not kept."
                 )
-        elif request.cancel_reason == WITHDRAWN:
+        elif request.is_withdrawn:
             raise HeadraceError(
                 "unavailable", "The request of this idempotency key is still being withdrawn.", retry_after_s=1
             )

@@ -223,6 +223,7 @@ class Lifecycle:
         elif request.state is not State.NEW:  # The attempt before has ended, and its end was not read yet.
             self._release(request, served=0)
         request.advance(Trigger.ADOPTED, self.now_ms)
+        request.withdrawn = False  # It had begun.
         self.queue.set_weight(request.tenant, self.admission.tenant(request.tenant).weight)
         self.queue.adopt(request.tenant, request.cost.total)
         request.charged = request.cost.total

@@ -7,7 +7,6 @@ import msgspec
 
 from contracts.messages.attempts import ENGINE_DEATHS_MAX, AttemptEvent
 from contracts.messages.base import Outcome, RequestFacts, TokenCounts, fields_of
-from contracts.messages.control import WITHDRAWN
 from contracts.messages.frames import EndData, ErrorData
 from contracts.tokens import Cost
 from scheduler.core.request import Request
@@ -88,7 +87,7 @@ def proposed(
         worker=request.worker if lost else "",
         error_code=code,
         error_message=message,
-        withdrawn=request.withdrawn or request.cancel_reason == WITHDRAWN,
+        withdrawn=request.is_withdrawn,
         retryable=lost,
         engine_death=worker_died and request.was_in_flight and not request.exonerated,
         reserved_tokens=request.cost.total,

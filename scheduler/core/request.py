@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from contracts.messages.admission import AdmissionRequest
-from contracts.messages.control import Progress
+from contracts.messages.control import WITHDRAWN, Progress
 from contracts.messages.request import Reply, RequestEnvelope
 from contracts.tokens import reserved
 from scheduler.core.transitions import TRANSITIONS, WAITING, InvalidTransition, State, Trigger
@@ -139,6 +139,11 @@ class Request:
     def tenant(self) -> str:
         """Whose limits it counts against."""
         return self.envelope.tenant
+
+    @property
+    def is_withdrawn(self) -> bool:
+        """Whether its end leaves its idempotency key free: who asked has been told, or is told, to ask again."""
+        return self.withdrawn or self.cancel_reason == WITHDRAWN
 
     @property
     def open_attempt(self) -> int:

@@ -179,6 +179,21 @@ def test_while_it_is_being_withdrawn_the_key_is_refused_for_a_moment() -> None:
     assert (refused.code, refused.retry_after_s) == ("unavailable", 1)
 
 
+def test_who_asks_during_a_takeover_does_not_join_what_is_being_withdrawn() -> None:
+    """A publish that nobody confirmed reaches a new owner late, after its cancel: found by the explorer."""
+    world = World()
+    world.ready_worker()
+    first = world.ask(idempotency=KEY, reader="a")
+    world.begin_term()
+    assert cancel(world, "publish_unconfirmed", request_id=first, reader="a") is True
+    second = world.ask(idempotency=KEY, reader="b")
+    world.publish(first)
+    world.feed(events.Recovered())
+    assert (world.answers[second].code, world.answers[second].retry_after_s) == ("unavailable", 1)
+    world.run_pending()
+    assert answer(world, asks(world, "b")).joined == ""
+
+
 def test_who_completed_in_spite_of_its_withdrawal_is_joined() -> None:
     world = World()
     worker = world.ready_worker()
