@@ -48,6 +48,21 @@ TABLE: dict[str, ErrorSpec] = {
 }
 
 
+_REPEATED = (408, 409, 425, 429)
+"""Statuses below 500 that a repeat may mend, as the official SDKs see it, too."""
+_IN_VAIN = ("insufficient_quota", "request_quarantined")
+"""Codes whose status says otherwise."""
+
+
+def may_mend(code: str, status: int = 0) -> bool:
+    """Whether the same request, asked again, may be answered; ``status`` where it is not the code's own.
+
+    Where it may not, answers over HTTP carry ``x-should-retry: false``, which the official SDKs obey.
+    """
+    status = status or TABLE[code].status
+    return code not in _IN_VAIN and (status >= 500 or status in _REPEATED)
+
+
 class HeadraceError(Exception):
     """An error with a code of TABLE. ``param`` names the offending field; ``retry_after_s`` is computed."""
 

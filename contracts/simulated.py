@@ -36,6 +36,8 @@ class Simulate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Time between tokens instead of the engine's."""
     fail_after: _Count | None = None
     """The attempt fails after that many tokens, over all choices."""
+    crash_after: _Count | None = None
+    """The engine dies after that many tokens, with all that it runs; the worker lives."""
     exit_after: _Count | None = None
     """The worker's process exits after that many tokens."""
     hang_after: _Count | None = None

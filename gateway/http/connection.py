@@ -249,6 +249,8 @@ class Connection(asyncio.Protocol):
             (b"x-request-id", ids.request_id().encode()),
             (b"connection", b"close"),
         ]
+        if not errors.may_mend(code):
+            headers.append((b"x-should-retry", b"false"))
         self.transport.write(answer_head(status, headers) + body)
         self._linger()
 

@@ -86,6 +86,8 @@ class Exchange:
         extra = list(headers or ())
         if errors.TABLE[error.code].retry_after and error.retry_after_s is not None:
             extra.append((b"retry-after", str(max(1, error.retry_after_s)).encode()))
+        if not errors.may_mend(error.code, status):
+            extra.append((b"x-should-retry", b"false"))
         if error.code == "invalid_api_key":
             extra.append((b"www-authenticate", b"Bearer"))
         if error.code == "shutting_down":

@@ -68,6 +68,10 @@ _HEADERS: Schema = {
         "schema": {"type": "integer", "minimum": 1},
         "description": "Seconds after which a new try makes sense.",
     },
+    "x-should-retry": {
+        "schema": {"const": "false"},
+        "description": "The same request, asked again, is not answered either; the official SDKs obey it.",
+    },
     **{
         f"x-ratelimit-{what}-{kind}": {"schema": schema, "description": text}
         for kind in ("requests", "tokens")
@@ -179,6 +183,8 @@ def _refusals(path: str, statuses: Iterable[int], schemas: _Schemas, limits: Ite
         names = [] if status in (400, 408, 431) else ["x-request-id"]
         if any(entry.retry_after for entry in entries.values()):
             names.append("retry-after")
+        if not all(errors.may_mend(code) for code in entries):
+            names.append("x-should-retry")
         if status in (429, 529):
             names += limits
         codes = " or ".join(f"`{code}`" for code in entries)

@@ -172,11 +172,19 @@ async def test_a_refusal_carries_its_code_and_the_limits(world: World) -> None:
         "code": "rate_limit_exceeded",
     }
     assert response.headers["retry-after"] == "7"
+    assert "x-should-retry" not in response.headers
     assert response.headers["x-ratelimit-limit-requests"] == "10"
     assert response.headers["x-ratelimit-remaining-requests"] == "0"
     assert response.headers["x-ratelimit-reset-requests"] == "6.5s"
     assert "x-ratelimit-limit-tokens" not in response.headers
     assert world.stored == []
+
+
+@pytest.mark.parametrize("code", ["request_quarantined", "insufficient_quota", "request_exceeds_limit"])
+async def test_what_a_repeat_cannot_mend_says_so(world: World, code: str) -> None:
+    world.decide = lambda request: AdmissionAnswer(admitted=False, code=code, message="No.")
+    response = await world.post(BASE)
+    assert error_of(response)["code"] == code and response.headers["x-should-retry"] == "false"
 
 
 async def test_c36_no_room_is_529_with_an_integer_retry_after(world: World) -> None:
@@ -435,7 +443,7 @@ async def test_c39_browsers_may_call_and_see_errors(world: World) -> None:
         await world.post(BASE, headers={"origin": "https://a.example"}),
     ):
         assert response.headers["access-control-allow-origin"] == "*"
-        for name in ("x-request-id", "retry-after", "x-ratelimit-limit-requests"):
+        for name in ("x-request-id", "retry-after", "x-should-retry", "x-ratelimit-limit-requests"):
             assert name in response.headers["access-control-expose-headers"]
 
 

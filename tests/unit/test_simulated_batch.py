@@ -107,7 +107,7 @@ def test_a_late_step_gives_one_token_and_slips() -> None:
     assert batch.next_wake == pytest.approx(5.04)
 
 
-@pytest.mark.parametrize("action", ["fail", "exit"])
+@pytest.mark.parametrize("action", ["fail", "crash", "exit"])
 @pytest.mark.parametrize("after", [0, 2, 3])
 def test_a_trigger_acts_in_place_of_the_next_token(action: str, after: int) -> None:
     batch = Batch(slots=1, kv_tokens=1000, prefill_tps=1000)

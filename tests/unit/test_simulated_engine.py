@@ -114,6 +114,19 @@ async def test_a_failing_attempt_gave_exactly_the_tokens_before(engine: Engine, 
     assert engine.stats().running == 0
 
 
+async def test_a_crash_takes_all_that_the_engine_runs_with_it(engine: Engine) -> None:
+    beside = asyncio.create_task(engine.ask(max_tokens=90, simulate={"itl_ms": 1000}))
+    counts = Counts()
+    with pytest.raises(EngineFailure) as failure:
+        await engine.ask(counts, simulate={"crash_after": 2})
+    assert failure.value.engine_death and counts.completion_tokens == 2
+    with pytest.raises(EngineFailure) as failure:
+        await beside
+    assert failure.value.engine_death
+    with pytest.raises(EngineFailure):
+        await engine.check()
+
+
 async def test_the_process_exits_after_the_tokens_before_were_fetched(engine: Engine) -> None:
     chunks = engine.open(Counts(), simulate={"exit_after": 3})
     for _ in range(3):

@@ -20,8 +20,8 @@ STEP_S = 0.02
 """Longest step of the engine. Sequences of one inter-token latency decode in the same steps, as in a real engine:
 their tokens come together, and the gap after a first token is shorter than the others."""
 
-Action = Literal["fail", "exit", "hang"]
-EventKind = Literal["token", "last", "empty", "fail", "exit"]
+Action = Literal["fail", "crash", "exit", "hang"]
+EventKind = Literal["token", "last", "empty", "fail", "crash", "exit"]
 """``last`` is a token too, ``empty`` the end of a sequence of no tokens."""
 
 

@@ -83,6 +83,9 @@ class SimulatedEngine:
                     raise item
                 elif item == "exit":
                     self._exit_process()
+                elif item == "crash":
+                    reason = "the engine died as the request asked"
+                    self._stop(EngineFailure("engine_error", reason, retryable=True, engine_death=True))
                 else:
                     return
         finally:
@@ -168,7 +171,7 @@ class _Attempt:
         ]
 
     async def next(self) -> bytes | EngineFailure | str:
-        """A chunk, a failure, ``exit``, or ``end``."""
+        """A chunk, a failure, ``crash``, ``exit``, or ``end``."""
         while not self._out:
             self._news.clear()
             await self._news.wait()
@@ -182,10 +185,10 @@ class _Attempt:
         """Make output of an event; gives the sequences that are to be dropped from the batch."""
         if self.closed:
             return []
-        if kind in ("fail", "exit"):
+        if kind in ("fail", "crash", "exit"):
             self.closed = True
             failure = EngineFailure("engine_error", "the engine failed as the request asked", retryable=True)
-            self.put(failure if kind == "fail" else "exit")
+            self.put(failure if kind == "fail" else kind)
             return self.sequences if kind == "fail" else []
         counts = self._counts
         if kind != "empty":
@@ -211,10 +214,11 @@ class _Attempt:
 
 
 def _trigger(request: ParsedJob) -> Trigger | None:
-    """The one of ``fail_after``, ``exit_after`` and ``hang_after`` that comes first."""
+    """The one of ``fail_after``, ``crash_after``, ``exit_after`` and ``hang_after`` that comes first."""
     simulate = request.simulate
     limits: list[tuple[Action, int | None]] = [
         ("fail", simulate.fail_after),
+        ("crash", simulate.crash_after),
         ("exit", simulate.exit_after),
         ("hang", simulate.hang_after),
     ]
