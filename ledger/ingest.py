@@ -54,6 +54,9 @@ class Ingest:
         self._stopping = stopping
         self._inserted = inserted
         self._finishing: asyncio.Task[None] | None = None
+        self._oldest_ms = 0
+        """When the bus had stored the oldest event of the batch that is being inserted; 0: none is."""
+        metrics.LAG_SECONDS.set_function(self._lag_s)
         self._attempts = BatchConsumer(
             bus.jetstream,
             topology.ATTEMPTS,
@@ -75,6 +78,10 @@ class Ingest:
         if self._finishing is not None:
             await asyncio.wait([self._finishing], timeout=CLOSE_S)
 
+    def _lag_s(self) -> float:
+        oldest_ms = self._oldest_ms
+        return max(0.0, time.time() - oldest_ms / 1000) if oldest_ms else 0.0
+
     async def _take(self, messages: list[Incoming]) -> None:
         """Read one batch while the one before is being inserted; at most one is."""
         rows: list[Row] = []
@@ -93,6 +100,7 @@ class Ingest:
 
     async def _finish(self, messages: Sequence[Incoming], rows: Sequence[Row], rejected: dict[int, str]) -> None:
         """Rows into the table, what can be none into DEAD_LETTERS, then all acknowledged."""
+        self._oldest_ms = messages[0].stored_at_ms
         try:
             for row, reason in await self._write(rows):
                 rejected[row.stream_seq] = reason
@@ -105,6 +113,7 @@ class Ingest:
                 done.append(message)
         await self._acknowledge(done)
         metrics.PENDING.set(messages[-1].pending)
+        self._oldest_ms = 0
 
     async def _write(self, rows: Sequence[Row]) -> list[tuple[Row, str]]:
         """Insert, trying until it succeeds or the service stops (then raises _Stopping).
@@ -131,7 +140,6 @@ class Ingest:
                 metrics.INSERT_SECONDS.observe(time.monotonic() - started)
                 metrics.BATCHES.inc()
                 metrics.ROWS.inc(len(rows))
-                metrics.DELAY_SECONDS.set(max(0.0, time.time() - min(row.stored_at for row in rows) / 1000))
                 self._inserted({row.tenant for row in rows})
                 return []
 

@@ -13,7 +13,9 @@ FAILURES = Counter("headrace_ledger_failures", "Inserts and connections that fai
 CONNECTED = Gauge("headrace_ledger_connected", "1 when the last call to ClickHouse succeeded.")
 PENDING = Gauge("headrace_ledger_pending", "Events of ATTEMPTS that wait behind the last batch.")
 DEAD_LETTERS = Counter("headrace_ledger_dead_letters", "Events that were refused and set aside.")
-DELAY_SECONDS = Gauge("headrace_ledger_delay_seconds", "From the bus's storage to the row, oldest of the last batch.")
+LAG_SECONDS = Gauge(
+    "headrace_ledger_lag_seconds", "Age of the oldest event in hand that is not stored yet; 0 when there is none."
+)
 PURGED = Counter("headrace_ledger_purged", "Events removed from ATTEMPTS once stored and old.")
 QUERY_SECONDS = Histogram(
     "headrace_ledger_query_seconds",

@@ -18,6 +18,7 @@ from contracts.messages.base import NOTHING, Codec
 from contracts.messages.control import CancelAttempt, ControlAnswer, ControlRequest
 from contracts.messages.frames import ReplyMessage
 from contracts.messages.request import RequestEnvelope, WorkItem
+from scheduler import metrics
 from scheduler.core import events
 from scheduler.core.core import Core
 from scheduler.lease import Lease
@@ -172,6 +173,7 @@ class Effects:
             log.warning("work_not_stored", request_id=effect.request_id, attempt=effect.attempt, reason=str(error))
             self._feed(refused)
             return
+        metrics.count_dispatch(item)
         self._feed(events.WorkStored(effect.request_id, effect.attempt, stored.seq))
 
     async def _body(self, request_seq: int, work_seq: int) -> msgspec.Raw | None:

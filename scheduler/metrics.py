@@ -1,11 +1,34 @@
-"""The scheduler's figures for Prometheus, read from the cores when they are scraped."""
+"""The scheduler's figures for Prometheus: read from the cores when they are scraped, or counted at each dispatch."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from contracts.histograms import Histogram
+from contracts.messages.request import WorkItem
+from contracts.workload import LABELS, scope
 from scheduler.core.core import Core
+
+_queue_time = Histogram(
+    "headrace_request_queue_time_seconds",
+    "From a request's admission to its first dispatch",
+    LABELS,
+    least=0.001,
+    most=3600.0,
+)
+_retries = cache(Counter("headrace_retries", "Dispatches of a request after its first", ("model",)).labels)
+
+
+def count_dispatch(item: WorkItem) -> None:
+    """WORK holds it."""
+    if item.attempt == 1:
+        waited_ms = item.dispatched_at_ms - item.request.admitted_at_ms
+        _queue_time.of(*scope(item.request, item.version)).observe(max(0, waited_ms) / 1000)
+    else:
+        _retries(item.request.model).inc()
+
 
 GAUGES: dict[str, tuple[str, Callable[[Core], float]]] = {
     "headrace_requests_waiting": ("Requests admitted and not dispatched.", lambda core: core.admission.waiting),
@@ -16,6 +39,22 @@ GAUGES: dict[str, tuple[str, Callable[[Core], float]]] = {
     "headrace_reserved_tokens": ("Tokens reserved by open requests.", lambda core: core.admission.reserved_tokens),
     "headrace_waiting_tokens": ("Tokens reserved by waiting requests.", lambda core: core.admission.waiting_tokens),
     "headrace_workers": ("Workers that are heard.", lambda core: len(core.pool.workers)),
+    "headrace_ready_workers": (
+        "Workers that can be given work.",
+        lambda core: sum(map(core.pool.usable, list(core.pool.workers.values()))),
+    ),
+    "headrace_slots": (
+        "Sequences that the workers run at once.",
+        lambda core: sum(worker.beat.slots for worker in list(core.pool.workers.values())),
+    ),
+    "headrace_kv_tokens": (
+        "Tokens that the workers' KV caches hold.",
+        lambda core: sum(worker.beat.kv_tokens for worker in list(core.pool.workers.values())),
+    ),
+    "headrace_kv_tokens_used": (
+        "Those of them that are in use.",
+        lambda core: sum(worker.beat.kv_tokens_used for worker in list(core.pool.workers.values())),
+    ),
 }
 """Name -> (help, figure of one model)."""
 
@@ -23,8 +62,9 @@ GAUGES: dict[str, tuple[str, Callable[[Core], float]]] = {
 class Collector:
     """Figures of every model that this process owns; a standby exports none of them."""
 
-    def __init__(self, cores: Callable[[], list[Core]]) -> None:
+    def __init__(self, cores: Callable[[], list[Core]], heartbeat_s: float) -> None:
         self._cores = cores
+        self._heartbeat_s = heartbeat_s
 
     def register(self) -> None:
         """Show the figures on this process's metrics page."""
@@ -42,6 +82,11 @@ class Collector:
             for core in cores:
                 family.add_metric([core.model], figure(core))
             yield family
+        silence = GaugeMetricFamily(
+            "headrace_heartbeat_age_seconds",
+            "Since the longest silent worker was heard, in the owner's own heartbeats.",
+            labels=["model"],
+        )
         lost = CounterMetricFamily("headrace_lost_workers", "Workers declared lost.", labels=["model"])
         refusals = CounterMetricFamily("headrace_refusals", "Refused admissions.", labels=["model", "code"])
         mended = CounterMetricFamily(
@@ -54,6 +99,8 @@ class Collector:
             labels=["model", "process"],
         )
         for core in cores:
+            missed = (core.pool.beats - worker.heard_at_beat for worker in list(core.pool.workers.values()))
+            silence.add_metric([core.model], max(missed, default=0) * self._heartbeat_s)
             lost.add_metric([core.model], core.lost_workers)
             for code, count in core.refusals.items():
                 refusals.add_metric([core.model, code], count)
@@ -63,4 +110,4 @@ class Collector:
                 ended.add_metric([core.model, outcome], count)
             for process, ahead_ms in core.clocks.ahead_ms().items():
                 skew.add_metric([core.model, process], ahead_ms / 1000)
-        yield from (lost, refusals, mended, ended, skew)
+        yield from (silence, lost, refusals, mended, ended, skew)

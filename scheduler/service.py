@@ -41,7 +41,7 @@ class Scheduler:
         self._admin = AdminService(bus, Peppers.parse(config.pepper))
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stopping = asyncio.Event()
-        Collector(lambda: [term.core for term in self._terms.values()]).register()
+        Collector(lambda: [term.core for term in list(self._terms.values())], config.heartbeat_s).register()
 
     def not_ready(self) -> str:
         """Why the process cannot do its part, or an empty string; a standby is ready."""

@@ -109,12 +109,15 @@ class Generations:
             cache_salt=request.tenant if request.prefix_caching else request.request_id,
             prompt_tokens=request.prompt_tokens,
         )
-        latency = TokenLatency(request.model, effect.item.version, request.priority, time.monotonic())
+        latency = TokenLatency(request, effect.item.version, time.monotonic())
         buffer.send(frames, "accepted")
-        async with aclosing(engine.generate(job, effect.counts)) as chunks:
-            async for chunk in chunks:
-                buffer.send(frames, "chunk", chunk)
-                latency.chunk(time.monotonic())
+        try:
+            async with aclosing(engine.generate(job, effect.counts)) as chunks:
+                async for chunk in chunks:
+                    buffer.send(frames, "chunk", chunk)
+                    latency.chunk(time.monotonic())
+        finally:
+            latency.end()
 
     async def _body(self, request: RequestEnvelope) -> bytes:
         if not request.body_bytes:

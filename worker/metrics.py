@@ -1,29 +1,39 @@
 """The worker's metrics; names follow vLLM's where vLLM has one, and vLLM's own are in the same registry."""
 
-from prometheus_client import Counter, Gauge, Histogram
+from array import array
+from functools import cache
 
+from prometheus_client import Counter, Gauge
+
+from contracts.histograms import Histogram
 from contracts.messages.attempts import AttemptEvent
-from contracts.messages.base import Priority
+from contracts.messages.request import RequestEnvelope
+from contracts.workload import LABELS, scope
 from worker.engines.base import EngineStats
 
-_SCOPE = ("model", "version", "priority")
-_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-_BETWEEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-"""Both are vLLM's bounds."""
+GAPS_MAX = 1_024
+"""Pauses between chunks of one attempt that are kept until they are counted in one go: 4 KB."""
 
-_attempts = Counter("headrace_worker_attempts", "Ended attempts whose event is this worker's.", (*_SCOPE, "outcome"))
+_attempts = cache(
+    Counter("headrace_worker_attempts", "Ended attempts whose event is this worker's.", (*LABELS, "outcome")).labels
+)
+_prompt_tokens = cache(Counter("headrace_worker_prompt_tokens", "Prompt tokens of ended attempts.", LABELS).labels)
+_cached_tokens = cache(
+    Counter("headrace_worker_prompt_tokens_cached", "Those found in the prefix cache.", LABELS).labels
+)
+_generation_tokens = cache(
+    Counter("headrace_worker_generation_tokens", "Generated tokens of ended attempts.", LABELS).labels
+)
 _time_to_first_token = Histogram(
     "headrace_worker_time_to_first_token_seconds",
     "From the start of an attempt to its first chunk.",
-    _SCOPE,
-    buckets=_FIRST_TOKEN_S,
+    LABELS,
+    least=0.001,
+    most=600.0,
 )
 _inter_token_latency = Histogram(
-    "headrace_worker_inter_token_latency_seconds", "Between two chunks of an attempt.", _SCOPE, buckets=_BETWEEN_S
+    "headrace_worker_inter_token_latency_seconds", "Between two chunks of an attempt.", LABELS, least=0.0005, most=30.0
 )
-_prompt_tokens = Counter("headrace_worker_prompt_tokens", "Prompt tokens of ended attempts.", _SCOPE)
-_cached_tokens = Counter("headrace_worker_prompt_tokens_cached", "Those found in the prefix cache.", _SCOPE)
-_generation_tokens = Counter("headrace_worker_generation_tokens", "Generated tokens of ended attempts.", _SCOPE)
 
 _in_flight = Gauge("headrace_worker_attempts_in_flight", "Attempts pulled and not ended.", ("model",))
 _kv_tokens = Gauge("headrace_worker_kv_tokens", "Capacity of the KV cache in tokens.", ("model",))
@@ -36,28 +46,38 @@ _miscounted = Counter(
 
 
 class TokenLatency:
-    """Observes the chunks of one attempt that starts ``now``; times are seconds of one monotonic clock."""
+    """Times the chunks of one attempt that starts ``now``; times are seconds of one monotonic clock."""
 
-    def __init__(self, model: str, version: str, priority: Priority, now: float) -> None:
-        self._first = _time_to_first_token.labels(model, version, priority)
-        self._between = _inter_token_latency.labels(model, version, priority)
+    def __init__(self, request: RequestEnvelope, version: str, now: float) -> None:
+        self._scope = scope(request, version)
         self._last = now
         self._begun = False
+        self._gaps = array("f")
 
     def chunk(self, now: float) -> None:
         """A chunk came."""
-        (self._between if self._begun else self._first).observe(now - self._last)
+        if self._begun:
+            self._gaps.append(now - self._last)
+            if len(self._gaps) >= GAPS_MAX:
+                self.end()
+        else:
+            _time_to_first_token.of(*self._scope).observe(now - self._last)
         self._begun = True
         self._last = now
+
+    def end(self) -> None:
+        """Count what was gathered: no more comes, or enough has come."""
+        gaps, self._gaps = self._gaps, array("f")
+        _inter_token_latency.of(*self._scope).observe_all(gaps)
 
 
 def count_attempt(event: AttemptEvent) -> None:
     """A terminal event of this worker was stored."""
-    scope = (event.model, event.version, event.priority)
-    _attempts.labels(*scope, event.outcome).inc()
-    _prompt_tokens.labels(*scope).inc(event.prompt_tokens)
-    _cached_tokens.labels(*scope).inc(event.cached_tokens)
-    _generation_tokens.labels(*scope).inc(event.completion_tokens)
+    where = scope(event, event.version)
+    _attempts(*where, event.outcome).inc()
+    _prompt_tokens(*where).inc(event.prompt_tokens)
+    _cached_tokens(*where).inc(event.cached_tokens)
+    _generation_tokens(*where).inc(event.completion_tokens)
 
 
 def count_engine_loss(model: str) -> None:

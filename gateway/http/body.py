@@ -2,6 +2,7 @@
 
 import asyncio
 import codecs
+import time
 import zlib
 from collections import Counter
 from typing import ClassVar, Self
@@ -42,12 +43,15 @@ async def read(exchange: Exchange, config: GatewayConfig) -> bytes:
     if length.isdigit() and int(length) > bytes_max:
         raise _too_large(bytes_max)
     with _Received(exchange.tenant) as received:
+        began = time.monotonic()
         try:
             async with asyncio.timeout(s_max):
                 data = await _gather(exchange.receive, bytes_max, received)
         except TimeoutError:
             message = f"The request body did not arrive within {s_max:g} seconds."
             raise HeadraceError("request_timeout", message) from None
+        finally:
+            exchange.upload_s = time.monotonic() - began
         data = await _inflate(data, bytes_max, received) if gzipped else data
     return data.removeprefix(codecs.BOM_UTF8)
 

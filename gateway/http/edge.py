@@ -59,7 +59,7 @@ class Edge:
                 await exchange.fail(known, headers)
         finally:
             route = scope.get("route")
-            metrics.REQUESTS.labels(getattr(route, "path", "other"), str(exchange.status or 499)).inc()
+            metrics.http_requests(getattr(route, "path", "other"), str(exchange.status or 499)).inc()
 
     def _known(self, error: Exception, scope: Scope) -> tuple[HeadraceError, Headers]:
         """What the application raised as an error of the table, and headers for it."""

@@ -31,6 +31,8 @@ class Exchange:
         self.address: str = (scope.get("client") or ("", 0))[0]
         """The caller's IP address."""
         self.started_at = time.monotonic()
+        self.upload_s = 0.0
+        """How long the body was waited for."""
         self.tenant = ""
         """The caller's, once it is known."""
         self.status = 0

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from contracts.errors import HeadraceError
 from contracts.messages.admission import DEADLINE_MS_MAX, RateLimits
 from contracts.messages.request import Reply
+from contracts.workload import scope
 from gateway import metrics
 from gateway.apis.api import Api
 from gateway.http import body
@@ -133,9 +134,12 @@ class Inference:
 
     async def _submit(self, prepared: Prepared, stream: GatewayStream, log: RequestLog) -> None:
         """Admit and store, for the model that will answer, which may be a fallback; or join."""
+        log.asked_at = time.monotonic()
         admitted = await self._intake.admit(prepared)
+        log.admitted_at = time.monotonic()
         log.envelope, log.limits = admitted.envelope, admitted.limits
         stream.model = log.model = admitted.envelope.model
+        stream.scope = scope(admitted.envelope, admitted.envelope.version)
         await self._intake.publish(admitted)
         if admitted.joined:
             self._hub.join(stream, admitted.joined, streamed=stream.sse)
@@ -161,8 +165,9 @@ async def _write_events(exchange: Exchange, stream: GatewayStream, caller: Calle
     send = exchange.send_body
     data = stream.take() or KEEP_ALIVE
     while not stream.ended:
-        stream.last_write_at = time.monotonic()
+        stream.last_write_at = began = time.monotonic()
         await send({"type": "http.response.body", "body": data, "more_body": True})
+        log.blocked_s += time.monotonic() - began
         await stream.ready()
         data = stream.take()
     failure = log.failure_of(stream)

@@ -8,6 +8,7 @@ from contracts.errors import HeadraceError
 from contracts.messages.admission import RateLimits
 from contracts.messages.frames import ErrorData
 from contracts.messages.request import RequestEnvelope
+from contracts.workload import scope
 from gateway import metrics
 from gateway.apis.api import Api
 from gateway.http.exchange import Exchange
@@ -31,6 +32,11 @@ class RequestLog:
         self.limits: RateLimits | None = None
         """The tenant's token buckets after the scheduler's decision."""
         self.stream: GatewayStream | None = None
+        self.asked_at = 0.0
+        """When the scheduler was asked, and when it had admitted; monotonic, 0 before."""
+        self.admitted_at = 0.0
+        self.blocked_s = 0.0
+        """How long writing waited for the caller."""
         self.outcome = "completed"
         self.code = ""
         self.status = 0
@@ -62,13 +68,12 @@ class RequestLog:
 
     def write(self) -> None:
         """Once, when nothing more is sent."""
-        exchange, stream, envelope = self._exchange, self.stream, self.envelope
         now = time.monotonic()
+        self._count(now)
+        exchange, stream, envelope = self._exchange, self.stream, self.envelope
         end = stream.end if stream is not None else None
         first_at = stream.first_chunk_at if stream is not None else 0.0
-        metrics.DURATION.labels(self.model).observe(now - exchange.started_at)
-        if stream is not None and stream.sse and first_at:
-            metrics.FIRST_TOKEN.labels(self.model).observe(first_at - exchange.started_at)
+        asked = envelope.prompt_tokens if envelope is not None else 0
         _log.info(
             "request_finished",
             request_id=exchange.request_id,
@@ -76,18 +81,57 @@ class RequestLog:
             tenant=self.tenant,
             key_id=self.key_id,
             model=self.model,
+            version=envelope.version if envelope is not None else "",
+            priority=envelope.priority if envelope is not None else "",
             endpoint=self._api.endpoint,
             stream=envelope is not None and envelope.stream,
             outcome=self.outcome,
             code=self.code,
             http_status=exchange.status or 499,
-            prompt_tokens=end.prompt_tokens
-            if end is not None
-            else envelope.prompt_tokens
-            if envelope is not None
-            else 0,
+            prompt_tokens=end.prompt_tokens if end is not None else asked,
+            cached_tokens=end.cached_tokens if end is not None else 0,
             completion_tokens=end.completion_tokens if end is not None else 0,
             attempt=stream.attempt if stream is not None else 0,
-            ttft_ms=round((first_at - exchange.started_at) * 1000, 1) if first_at else None,
-            duration_ms=round((now - exchange.started_at) * 1000, 1),
+            chunks=stream.chunks if stream is not None else 0,
+            upload_ms=_ms(exchange.upload_s),
+            edge_ms=_ms(self.edge_s),
+            admission_ms=_ms(self.admission_s),
+            ttft_ms=_ms(first_at - exchange.started_at) if first_at else None,
+            blocked_ms=_ms(self.blocked_s),
+            duration_ms=_ms(now - exchange.started_at),
         )
+
+    @property
+    def edge_s(self) -> float:
+        """Until the scheduler was asked, less what the caller took to send its body; 0 when it was never asked."""
+        return max(0.0, self.asked_at - self._exchange.started_at - self._exchange.upload_s) if self.asked_at else 0.0
+
+    @property
+    def admission_s(self) -> float:
+        """Until the scheduler had answered that it is admitted."""
+        return self.admitted_at - self.asked_at if self.admitted_at else 0.0
+
+    def _count(self, now: float) -> None:
+        """In the metrics."""
+        exchange, stream, envelope = self._exchange, self.stream, self.envelope
+        if stream is not None:
+            stream.count_gaps()
+        if not self.tenant:
+            return
+        where = scope(envelope, envelope.version) if envelope is not None else (self.model, "", "", "")
+        metrics.finished(*where, self.outcome, self.code).inc()
+        if self.admitted_at:
+            metrics.PHASE.of("edge").observe(self.edge_s)
+            metrics.PHASE.of("admission").observe(self.admission_s)
+            metrics.PHASE.of("upload").observe(exchange.upload_s)
+        if stream is None or not stream.first_chunk_at:
+            return
+        metrics.PHASE.of("reading").observe(self.blocked_s)
+        if stream.sse:
+            metrics.FIRST_TOKEN.of(*where).observe(stream.first_chunk_at - exchange.started_at)
+        if self.outcome == "completed":
+            metrics.E2E.of(*where).observe(now - exchange.started_at)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 1)

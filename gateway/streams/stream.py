@@ -6,6 +6,7 @@ Chunks become server-sent events in the form of the caller's API. Order, repair 
 
 import asyncio
 import time
+from array import array
 
 import msgspec
 
@@ -13,11 +14,15 @@ from contracts.messages.frames import EndData, ErrorData
 from contracts.messages.request import RequestEnvelope
 from contracts.streaming.relay import Relay
 from contracts.streaming.subscriber import RelayedStream
+from contracts.workload import scope
 from gateway import metrics
 from gateway.apis.table import APIS
 
 KEEP_ALIVE_S = 10.0
 """Pause of a stream after which a comment goes out, so that at least every 15 s there are bytes."""
+
+GAPS_MAX = 1_024
+"""Pauses between chunks of one stream that are kept until they are counted in one go: 4 KB."""
 
 KEEP_ALIVE = b": keep-alive\n"
 """A comment line and no blank line: some SSE parsers take a block without data for an empty event."""
@@ -51,11 +56,15 @@ class GatewayStream(RelayedStream):
         self.last_write_at = now
         self._held_until = now + hold_s
         self._last_chunk_at = 0.0
+        self.ended_at = 0.0
+        """When the end or the error came; 0 before."""
+        self.scope = scope(envelope, envelope.version)
+        """Of its metrics."""
+        self._gaps = array("f")
         self._pending: list[bytes] = []
         self._pending_bytes = 0
         self._bytes_max = bytes_max
         self._waiter: asyncio.Future[None] | None = None
-        self._latency = metrics.INTER_TOKEN.of(envelope.model)
         self._event = APIS[envelope.endpoint].format.event
 
     @property
@@ -83,7 +92,9 @@ class GatewayStream(RelayedStream):
 
     def on_chunk(self, data: msgspec.Raw | bytes, now: float) -> bool:
         if self.first_chunk_at:
-            self._latency.observe(now - self._last_chunk_at)
+            self._gaps.append(now - self._last_chunk_at)
+            if len(self._gaps) >= GAPS_MAX:
+                self.count_gaps()
         else:
             self.first_chunk_at = now
         self._last_chunk_at = now
@@ -95,14 +106,21 @@ class GatewayStream(RelayedStream):
         self._pending_bytes = 0
         return False
 
+    def count_gaps(self) -> None:
+        """Into the metrics, all that came since the last time."""
+        gaps, self._gaps = self._gaps, array("f")
+        metrics.INTER_TOKEN.of(*self.scope).observe_all(gaps)
+
     def on_end(self, end: EndData) -> None:
         self.end = end
+        self.ended_at = time.monotonic()
         self._wake()
 
     def on_error(self, error: ErrorData) -> None:
         """The stream ends with ``error``, after what is pending."""
         if not self.ended:
             self.error = error
+            self.ended_at = time.monotonic()
             self._wake()
 
     def on_tick(self, now: float) -> None:

@@ -51,11 +51,13 @@ async def test_streams_and_failures_are_counted_and_timed(world: World) -> None:
         "headrace_http_requests_total": {"route": CHAT, "status": "200"},
         "headrace_http_errors_total": {"code": "engine_error"},
         "headrace_prompt_counting_seconds_count": {},
-        "headrace_request_duration_seconds_count": {"model": MODEL},
-        "headrace_request_duration_seconds_sum": {"model": MODEL},
+        "headrace_requests_total": {"model": MODEL, "priority": "interactive", "workload": "short"},
+        "headrace_e2e_request_latency_seconds_count": {"model": MODEL},
+        "headrace_e2e_request_latency_seconds_sum": {"model": MODEL},
         "headrace_time_to_first_token_seconds_count": {"model": MODEL},
         "headrace_time_to_first_token_seconds_sum": {"model": MODEL},
         "headrace_inter_token_latency_seconds_count": {"model": MODEL},
+        "headrace_request_phase_seconds_count": {"phase": "admission"},
     }
 
     def figures() -> list[float]:
@@ -74,9 +76,9 @@ async def test_streams_and_failures_are_counted_and_timed(world: World) -> None:
     world.play = lambda envelope: world.send(envelope, [("error", ErrorData(code="engine_error", message="No."))])
     await world.post(BASE)
     await until(lambda: metric("headrace_streams") == 0)
-    served, failed, counted, ended_, took_s, first, first_s, gaps = map(sub, figures(), before)
+    served, failed, counted, ended_, completed, took_s, first, first_s, gaps, asked = map(sub, figures(), before)
     assert under_way == [1]
-    assert (served, failed, counted, ended_, first, gaps) == (1, 1, 2, 2, 1, 2)
+    assert (served, failed, counted, ended_, completed, first, gaps, asked) == (1, 1, 2, 2, 1, 1, 2, 2)
     assert 0.2 < first_s < 2 and first_s < took_s < 4
 
 

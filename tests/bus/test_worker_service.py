@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from prometheus_client import REGISTRY
-from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.parser import text_string_to_metric_families
 
 from contracts import ids, subjects, topology
 from contracts.bus import Bus, Incoming
@@ -24,9 +23,10 @@ from contracts.messages.control import Announce, CancelAttempt, ControlAnswer, E
 from contracts.messages.frames import EndData, ErrorData, Frame, FramesAnswer, FramesRequest, ReplyMessage
 from contracts.messages.records import Manifest
 from contracts.messages.request import Reply, RequestEnvelope, WorkItem
+from contracts.service import telemetry
+from tests.support import polling
 from tests.support.nats_server import NatsServer, free_port
 from tests.support.polling import until
-from worker import metrics
 from worker.config import WorkerConfig
 from worker.engines import supervisor, table
 from worker.engines.base import Engine, EngineFailure
@@ -529,12 +529,12 @@ async def test_a_prompt_of_another_length_than_admitted_ends_before_its_first_to
 
 def metric(name: str, **labels: str) -> float:
     """A sample of this model's, 0 before the first."""
-    return REGISTRY.get_sample_value(f"headrace_worker_{name}", {"model": MODEL, **labels}) or 0.0
+    return polling.metric(f"headrace_worker_{name}", model=MODEL, **labels)
 
 
 async def test_every_metric_says_what_happened(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "CHECK_S", 0.05)
-    scope = {"version": "v1", "priority": "interactive"}
+    scope = {"version": "v1", "priority": "interactive", "workload": "short"}
     counted = {
         "attempts_total": {**scope, "outcome": "completed"},
         "prompt_tokens_total": scope,
@@ -582,7 +582,8 @@ async def test_every_metric_says_what_happened(harness: Harness, monkeypatch: py
     }
     suffixes = ("_total", "_count")
     asked = {*counted, "kv_tokens", "kv_tokens_used", "attempts_in_flight", "num_preemptions"}
-    declared = {next(iter(it.describe())).name for it in vars(metrics).values() if isinstance(it, MetricWrapperBase)}
+    families = text_string_to_metric_families(telemetry.page().decode())
+    declared = {family.name for family in families if family.name.startswith("headrace_worker_")}
     assert declared == {f"headrace_worker_{reduce(str.removesuffix, suffixes, name)}" for name in asked}
 
 

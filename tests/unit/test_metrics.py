@@ -12,7 +12,9 @@ TESTS = Path(__file__).parents[1]
 
 COLLECT = """
 import contracts.bus, contracts.streaming.subscriber, gateway.metrics, worker.metrics, ledger.metrics
-import json, prometheus_client
+import json
+from prometheus_client.parser import text_string_to_metric_families
+from contracts.service import telemetry
 from contracts.messages.base import Epoch
 from contracts.messages.records import Manifest
 from scheduler.core.core import Core
@@ -21,10 +23,10 @@ from scheduler.metrics import Collector
 
 manifest = Manifest(name="m", version="v1", engine="simulated", context=10, default_output_tokens=1)
 core = Core(model="m", owner="s", epoch=Epoch(1, 1), manifest=manifest, settings=Settings(), now_ms=0)
-Collector(lambda: [core]).register()
+Collector(lambda: [core], 0.5).register()
 print(json.dumps([
     [family.name, family.type, family.documentation]
-    for family in prometheus_client.REGISTRY.collect()
+    for family in text_string_to_metric_families(telemetry.page().decode())
     if family.name.startswith("headrace_")
 ]))
 """

@@ -4,13 +4,14 @@ import msgspec
 
 from contracts.messages.records import TenantRecord
 from scheduler.core import events
-from scheduler.metrics import Collector
+from scheduler.metrics import Collector, count_dispatch
+from tests.support.polling import metric
 from tests.support.scheduler_world import World
 
 
 def shown(world: World) -> dict[tuple[str, ...], float]:
     """Name and label values -> value."""
-    families = Collector(lambda: [world.core]).collect()
+    families = Collector(lambda: [world.core], 0.5).collect()
     return {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
 
 
@@ -43,6 +44,11 @@ def test_all_figures_of_a_model() -> None:
         ("headrace_reserved_tokens", "m"): 60,
         ("headrace_waiting_tokens", "m"): 0,
         ("headrace_workers", "m"): 1,
+        ("headrace_ready_workers", "m"): 1,
+        ("headrace_slots", "m"): first.slots,
+        ("headrace_kv_tokens", "m"): first.kv_tokens,
+        ("headrace_kv_tokens_used", "m"): 0,
+        ("headrace_heartbeat_age_seconds", "m"): 0.5,
         ("headrace_lost_workers_total", "m"): 1,
         ("headrace_refusals_total", "m", "permission_denied"): 1,
         ("headrace_mended_total", "m", "work"): 1,
@@ -51,6 +57,23 @@ def test_all_figures_of_a_model() -> None:
     }
 
 
+def test_dispatches_are_timed_and_repetitions_counted() -> None:
+    world = World()
+    world.ready_worker()
+    world.submit()
+    world.run_pending()
+    [item] = world.work.values()
+    names = ("headrace_request_queue_time_seconds_count", "headrace_request_queue_time_seconds_sum")
+    labels = {"model": "m", "version": item.version, "priority": "interactive", "workload": "short"}
+    before = [metric(name, **labels) for name in names], metric("headrace_retries_total", model="m")
+    late = msgspec.structs.replace(item, dispatched_at_ms=item.request.admitted_at_ms + 1_500)
+    for each in (late, msgspec.structs.replace(late, attempt=2)):
+        count_dispatch(each)
+    after = [metric(name, **labels) for name in names], metric("headrace_retries_total", model="m")
+    assert [new - old for old, new in zip(before[0], after[0], strict=True)] == [1, 1.5]
+    assert after[1] - before[1] == 1
+
+
 def test_a_standby_shows_no_model() -> None:
-    families = Collector(list).collect()
+    families = Collector(list, 0.5).collect()
     assert not any(family.samples for family in families)

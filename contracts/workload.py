@@ -1,0 +1,17 @@
+"""By what latencies and tokens are told apart in metrics: a few values each, all of the operator's choosing."""
+
+from contracts.messages.attempts import AttemptEvent
+from contracts.messages.base import RequestDemand
+
+LONG_TOKENS = 4_096
+"""A prompt of so many tokens is long: above the 99th percentile of public chat traces (Azure 2023: 4,142), and some ten
+times the prefill of a usual one."""
+LABELS = ("model", "version", "priority", "workload")
+
+Scope = tuple[str, str, str, str]
+"""Values of LABELS."""
+
+
+def scope(request: RequestDemand | AttemptEvent, version: str) -> Scope:
+    """Where a request belongs that ``version`` of its model serves; empty while nobody has said which one."""
+    return request.model, version, request.priority, "long" if request.prompt_tokens >= LONG_TOKENS else "short"
