@@ -15,7 +15,7 @@ from contracts.bus import Bus
 from contracts.errors import HeadraceError
 from contracts.forms import Form, KeyChange, ModelChange, NewKey, NewTenant, TenantChange, given
 from contracts.keys import ADMIN_SCOPES, SCOPES, Peppers
-from contracts.messages.records import KeyRecord, Manifest, Scope, TenantRecord
+from contracts.messages.records import KeyRecord, Manifest, ModelRecord, Scope, TenantRecord
 
 
 class MadeKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +103,7 @@ class Administration:
             record.changed = registry.Changed(found[0], await registry.key(self._bus, found[0].id))
         return record.changed.after
 
-    async def change_model(self, name: str, form: ModelChange) -> Manifest:
+    async def change_model(self, name: str, form: ModelChange) -> ModelRecord:
         """Change the bounds of a model's queue, or its fallbacks."""
         limits = given(form)
         fallbacks = limits.pop("fallbacks", None)
@@ -111,16 +111,32 @@ class Administration:
             record.changed = await registry.change_model(self._bus, name, limits=limits, fallbacks=fallbacks)
         return record.changed.after
 
-    async def put_model(self, manifest: Manifest) -> None:
-        """Enter a model as it was prepared."""
-        async with self._recorded("models.put", manifest.name) as record:
-            record.changed = await registry.put_manifest(self._bus, manifest)
+    async def publish(self, manifest: Manifest) -> registry.Changed[Manifest]:
+        """Enter a version whose files are where it says; the first of a model is served at once."""
+        async with self._recorded("models.publish", _pin(manifest.name, manifest.version)) as record:
+            changed = await registry.put_version(self._bus, manifest)
+            record.changed = registry.Changed(_bare(changed.before), _bare(changed.after))
+        return changed
 
-    async def remove_model(self, manifest: Manifest) -> None:
-        """Remove a model from the registry."""
-        async with self._recorded("models.remove", manifest.name) as record:
-            await registry.remove_model(self._bus, manifest.name)
-            record.changed = registry.Changed(manifest, None)
+    async def unpublish(self, name: str, version: str) -> None:
+        """Remove a version that is not served."""
+        async with self._recorded("models.unpublish", _pin(name, version)) as record:
+            manifest = await registry.version(self._bus, name, version)
+            await registry.remove_version(self._bus, name, version)
+            record.changed = registry.Changed(_bare(manifest), None)
+
+    async def set_stable(self, name: str, version: str) -> ModelRecord:
+        """Serve another version, at once and to everybody; running requests stay where they are."""
+        async with self._recorded("models.set-stable", name) as record:
+            record.changed = await registry.set_stable(self._bus, name, version)
+        return record.changed.after
+
+    async def remove_model(self, name: str) -> None:
+        """Remove a model and its versions."""
+        async with self._recorded("models.remove", name) as record:
+            model = await registry.model(self._bus, name)
+            await registry.remove_model(self._bus, name)
+            record.changed = registry.Changed(model, None)
 
     def _permit(self, scopes: Iterable[Scope]) -> None:
         """Nobody gives away, or manages, what it may not do itself. Raises HeadraceError."""
@@ -132,6 +148,18 @@ class Administration:
 
     async def _permit_on(self, identifier: str) -> None:
         self._permit((await registry.key(self._bus, identifier)).scopes)
+
+
+def _pin(name: str, version: str) -> str:
+    return f"{name}@{version}"
+
+
+def _bare(manifest: Manifest | None) -> Manifest | None:
+    """Without the digests of parts, which would fill the trail."""
+    if manifest is None:
+        return None
+    files = {path: msgspec.structs.replace(each, parts=[]) for path, each in manifest.artifacts.items()}
+    return msgspec.structs.replace(manifest, artifacts=files)
 
 
 class Action(msgspec.Struct, frozen=True):

@@ -33,7 +33,7 @@ from contracts.messages.control import (
 )
 from contracts.messages.frames import EndData, ErrorData, FramesAnswer, FramesRequest, LostData, ReplyMessage
 from contracts.messages.queues import QueueAnswer
-from contracts.messages.records import Budget, KeyRecord, KeyUse, Manifest, Price, TenantRecord
+from contracts.messages.records import Budget, KeyRecord, KeyUse, Manifest, ModelRecord, Price, TenantRecord
 from contracts.messages.request import RequestEnvelope, SubmitAnswer, SubmitRequest, WorkItem
 from contracts.messages.usage import (
     ExplainAnswer,
@@ -79,7 +79,15 @@ _RECORDS: Sequence[tuple[str, str, type[msgspec.Struct], str, _Parties, _Parties
     ("key", topology.KEYS, KeyRecord, "API keys by id and HMAC of their secret.", _OPERATED, ["gateway"]),
     ("use", topology.USES, KeyUse, "When each key was last used, by its id.", ["scheduler"], ["operator", "gateway"]),
     ("tenant", topology.TENANTS, TenantRecord, "Tenants.", _OPERATED, ["gateway", "scheduler"]),
-    ("model", topology.MODELS, Manifest, "Models.", _OPERATED, ["gateway", "scheduler", "worker"]),
+    ("model", topology.MODELS, ModelRecord, "Models.", _OPERATED, ["gateway", "scheduler", "worker"]),
+    (
+        "version",
+        topology.VERSIONS,
+        Manifest,
+        "Versions of models, never changed.",
+        _OPERATED,
+        ["gateway", "scheduler", "worker"],
+    ),
     ("budget", topology.BUDGETS, Budget, "What was billed in a month, by tenant.", ["ledger"], ["scheduler"]),
     ("invoice", topology.INVOICES, Invoice, "Issued invoices.", ["ledger"], ["ledger"]),
     ("price", topology.PRICES, Price, "Prices.", ["operator"], ["ledger"]),

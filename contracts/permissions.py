@@ -154,7 +154,7 @@ def _keep(*buckets: str) -> Iterator[str]:
 
 _TRAIL_KEPT = tuple(f"$JS.API.STREAM.{call}.{topology.AUDIT}" for call in ("DELETE", "UPDATE", "PURGE", "MSG.DELETE"))
 """An update could let all entries pass their age. Who keeps the server's configuration may add a user that can."""
-_ADMINISTERED = (topology.KEYS, topology.USES, topology.TENANTS, topology.MODELS)
+_ADMINISTERED = (topology.KEYS, topology.USES, topology.TENANTS, topology.MODELS, topology.VERSIONS)
 
 
 def _gateway_publishes(own: Own) -> Iterator[str]:
@@ -163,7 +163,7 @@ def _gateway_publishes(own: Own) -> Iterator[str]:
     yield from (form(subject) for subject in (*asked, subjects.queues))
     yield subjects.USAGE_QUERIES
     yield subjects.stream_owner_heartbeat(own(subjects.gateway_stream_owner))
-    yield from _watch(topology.KEYS, topology.TENANTS, topology.MODELS)
+    yield from _watch(topology.KEYS, topology.TENANTS, topology.MODELS, topology.VERSIONS)
     for bucket in _ADMINISTERED:
         yield from _read(f"KV_{bucket}")
     yield from (subjects.ADMIN_CALLS, subjects.ADMIN_ACTIVITY)
@@ -187,7 +187,7 @@ def _scheduler_publishes(own: Own) -> Iterator[str]:
     yield f"$JS.API.STREAM.MSG.DELETE.{topology.WORK}"
     yield f"$JS.API.STREAM.PURGE.{topology.BODIES}"
     yield f"$JS.API.CONSUMER.INFO.{topology.WORK}.*"
-    yield from _watch(topology.TENANTS, topology.BUDGETS, topology.MODELS)
+    yield from _watch(topology.TENANTS, topology.BUDGETS, topology.MODELS, topology.VERSIONS)
     yield from _keep(topology.LEASES, *_ADMINISTERED)
     yield form(subjects.audit)
 
@@ -203,7 +203,7 @@ def _worker_publishes(own: Own) -> Iterator[str]:
     yield "reply.v1.>"
     yield own(subjects.worker_heartbeat)
     yield from _pull(topology.WORK, "*", own(subjects.work))
-    for stream in (topology.ATTEMPTS, f"KV_{topology.MODELS}", topology.BODIES):
+    for stream in (topology.ATTEMPTS, f"KV_{topology.MODELS}", f"KV_{topology.VERSIONS}", topology.BODIES):
         yield from _read(stream)
 
 

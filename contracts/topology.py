@@ -18,6 +18,7 @@ KEYS = "keys"
 USES = "uses"
 TENANTS = "tenants"
 MODELS = "models"
+VERSIONS = "versions"
 LEASES = "leases"
 BUDGETS = "budgets"
 PRICES = "prices"
@@ -69,7 +70,7 @@ def _bucket(name: str, mib: int, **settings: Any) -> dict[str, Any]:
 
 
 # The server sets max_bytes aside from its storage limit (three quarters of the free disk by default), so the
-# sum of about 3.7 GiB is kept moderate; a stream without max_bytes is bounded otherwise.
+# sum of about 4 GiB is kept moderate; a stream without max_bytes is bounded otherwise.
 STREAMS: list[dict[str, Any]] = [
     # Bodies over 64 KB travel by reference: 512 MiB hold 8,000 of the largest messages, four full pools of
     # 2,000.
@@ -98,12 +99,14 @@ STREAMS: list[dict[str, Any]] = [
         deny_delete=True,
         deny_purge=True,
     ),
-    # Records of some 300 bytes: 64 MiB hold 200,000 keys, tenants or budgets; manifests have some 10 KB.
+    # Records of some 300 bytes: 64 MiB hold 200,000 keys, tenants or budgets.
     _bucket(KEYS, 64),
     # When each key was last used, some 150 bytes.
     _bucket(USES, 32),
     _bucket(TENANTS, 64),
     _bucket(MODELS, 64),
+    # Manifests of some 10 KB, 600 KB for the largest models: hundreds of those.
+    _bucket(VERSIONS, 256),
     _bucket(LEASES, 16, subject_delete_marker_ttl=LEASE_MARKER_TTL_S * _SECOND),
     _bucket(BUDGETS, 64),
     _bucket(PRICES, 16),

@@ -14,7 +14,7 @@ from contracts import ids, registry, subjects, topology
 from contracts.bus import Bus, BusError, KvEntry
 from contracts.keys import Peppers
 from contracts.messages.base import Codec
-from contracts.messages.records import Budget, Manifest, TenantRecord
+from contracts.messages.records import Budget, ModelRecord, TenantRecord
 from scheduler.administration import AdminService
 from scheduler.config import SchedulerConfig
 from scheduler.core import events
@@ -33,7 +33,7 @@ class Scheduler:
     def __init__(self, bus: Bus, config: SchedulerConfig) -> None:
         self._bus = bus
         self._config = config
-        self._manifests: dict[str, Manifest] = {}
+        self._models: dict[str, ModelRecord] = {}
         self._tenants: dict[str, TenantRecord] = {}
         self._budgets: dict[str, events.BudgetSeen] = {}
         self._terms: dict[str, Term] = {}
@@ -57,7 +57,7 @@ class Scheduler:
             for bucket, handler in (
                 (topology.TENANTS, self._on_tenant),
                 (topology.BUDGETS, self._on_budget),
-                (topology.MODELS, self._on_manifest),
+                (topology.MODELS, self._on_model),
             ):
                 watch = await self._bus.kv.watch(bucket, handler)
                 stack.push_async_callback(watch.close)
@@ -100,7 +100,7 @@ class Scheduler:
             raise
 
     async def _serve_term(self, model: str, lease: Lease) -> None:
-        term = Term(self._bus, self._config, model, self._manifests[model], lease)
+        term = Term(self._bus, self._config, model, self._models[model], lease)
         for name, record in self._tenants.items():
             term.feed(events.TenantChanged(name, record))
         for seen in self._budgets.values():
@@ -108,17 +108,17 @@ class Scheduler:
         self._terms[model] = term
         await term.run()
 
-    def _on_manifest(self, key: str, entry: KvEntry | None) -> None:
+    def _on_model(self, key: str, entry: KvEntry | None) -> None:
         if entry is None:
             if (campaign := self._campaigns.pop(subjects.decode(key), None)) is not None:
                 campaign.cancel()
             return
-        manifest = registry.read_model(entry)
-        self._manifests[manifest.name] = manifest
-        if (term := self._terms.get(manifest.name)) is not None:
-            term.feed(events.ManifestChanged(manifest))
-        if manifest.name not in self._campaigns:
-            self._campaigns[manifest.name] = asyncio.create_task(self._campaign(manifest.name))
+        record = registry.read_model(entry)
+        self._models[record.name] = record
+        if (term := self._terms.get(record.name)) is not None:
+            term.feed(events.ModelChanged(record))
+        if record.name not in self._campaigns:
+            self._campaigns[record.name] = asyncio.create_task(self._campaign(record.name))
 
     def _on_tenant(self, key: str, entry: KvEntry | None) -> None:
         name = subjects.decode(key)

@@ -20,7 +20,7 @@ from contracts.messages.control import (
     StreamOwnerHeartbeat,
     WorkerHeartbeat,
 )
-from contracts.messages.records import Manifest
+from contracts.messages.records import ModelRecord
 from scheduler.config import SchedulerConfig
 from scheduler.core import events, views
 from scheduler.core.core import Core
@@ -46,7 +46,7 @@ TIME_EVERY_S = 0.1
 class Term:
     """``run`` serves from the taking of the lease until it is lost."""
 
-    def __init__(self, bus: Bus, config: SchedulerConfig, model: str, manifest: Manifest, lease: Lease) -> None:
+    def __init__(self, bus: Bus, config: SchedulerConfig, model: str, record: ModelRecord, lease: Lease) -> None:
         self._bus = bus
         self._config = config
         self._lease = lease
@@ -54,7 +54,7 @@ class Term:
             model=model,
             owner=ids.incarnation(bus.user),
             epoch=lease.epoch,
-            manifest=manifest,
+            record=record,
             settings=Settings(lost_after_beats=round(config.lost_after_s / config.heartbeat_s)),
             now_ms=lease.clock.now_ms(),
         )

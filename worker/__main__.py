@@ -11,8 +11,9 @@ from worker.service import Worker, await_manifest
 
 async def build(config: WorkerConfig, bus: Bus) -> Worker:
     """A worker of the model, once the model has a manifest."""
-    manifest = await await_manifest(bus, config.model)
-    return Worker(bus, config, manifest, lambda: table.build(config, manifest))
+    record, manifest = await await_manifest(bus, config.model, config.version)
+    overbooking = record.limits.kv_overbooking
+    return Worker(bus, config, manifest, lambda: table.build(config, manifest), kv_overbooking=overbooking)
 
 
 if __name__ == "__main__":

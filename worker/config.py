@@ -12,7 +12,9 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     """One worker serves one model."""
 
     model: str
-    """Name of the model's manifest in the MODELS bucket."""
+    """Name of the model's record in the MODELS bucket."""
+    version: str = ""
+    """The version that it serves; empty for the stable one when it starts."""
     grace_s: Annotated[float, Meta(ge=0)] = 25.0
     """Running attempts may finish this long after SIGTERM; below the 30 s after which Docker kills."""
     stall_s: Positive = 60.0

@@ -10,13 +10,14 @@ from contextlib import suppress
 import msgspec
 import structlog
 
-from contracts import subjects, topology
+from contracts import registry
 from contracts.bus import Bus, BusError, Incoming, unreadable
 from contracts.clock import monotonic_ms
+from contracts.errors import HeadraceError
 from contracts.messages.base import Codec
 from contracts.messages.control import ControlAnswer, ControlRequest
 from contracts.messages.frames import EndData, ErrorData
-from contracts.messages.records import Manifest
+from contracts.messages.records import Manifest, ModelRecord
 from contracts.messages.request import WorkItem
 from worker import attempt_store, metrics
 from worker.config import WorkerConfig
@@ -33,7 +34,6 @@ LAST_S = 5.0
 """After the grace time: for the last terminal events and acknowledgements."""
 
 _log = structlog.get_logger()
-_manifest: Codec[Manifest] = Codec(Manifest)
 _item: Codec[WorkItem] = Codec(WorkItem)
 _control: Codec[ControlRequest] = Codec(ControlRequest)  # type: ignore[arg-type]
 _answer: Codec[ControlAnswer] = Codec(ControlAnswer)
@@ -41,15 +41,14 @@ _end: Codec[EndData] = Codec(EndData)
 _error: Codec[ErrorData] = Codec(ErrorData)
 
 
-async def await_manifest(bus: Bus, model: str) -> Manifest:
-    """The model's manifest, once there is one that can be read."""
+async def await_manifest(bus: Bus, model: str, version: str = "") -> tuple[ModelRecord, Manifest]:
+    """The model's record, and the manifest of that version of it, else of the stable one, once both can be read."""
     said = ""
     while True:
         try:
-            if entry := await bus.kv.get(topology.MODELS, subjects.encode(model)):
-                return _manifest.decode(entry.value)
-            problem = "the model has no manifest yet"
-        except (BusError, msgspec.MsgspecError) as error:
+            record = await registry.model(bus, model)
+            return record, await registry.version(bus, model, version or record.stable)
+        except (BusError, HeadraceError) as error:
             problem = str(error)
         if problem != said:
             _log.warning("manifest_awaited", model=model, problem=problem)
@@ -60,7 +59,15 @@ async def await_manifest(bus: Bus, model: str) -> Manifest:
 class Worker:
     """One worker process. ``build`` makes a new engine, not yet started, each time one is needed."""
 
-    def __init__(self, bus: Bus, config: WorkerConfig, manifest: Manifest, build: Callable[[], Engine]) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        config: WorkerConfig,
+        manifest: Manifest,
+        build: Callable[[], Engine],
+        *,
+        kv_overbooking: float = 1.0,
+    ) -> None:
         self._bus = bus
         self._config = config
         self._manifest = manifest
@@ -71,7 +78,7 @@ class Worker:
         )
         self._core = WorkerCore(
             tokenizer_fingerprint=manifest.tokenizer_fingerprint,
-            kv_overbooking=manifest.limits.kv_overbooking,
+            kv_overbooking=kv_overbooking,
             stall_samples=max(1, round(config.stall_s / SAMPLE_S)),
         )
         self._generations = Generations(bus, self._supervisor, self._step)

@@ -3,6 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from compose.cli.common import DataDirOption, JsonOption, administer, names, on_bus, show, table
@@ -16,12 +17,32 @@ app = typer.Typer(no_args_is_help=True, help="Models in the registry.")
 
 @app.command("list")
 def model_list(data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
-    """Models in the registry."""
+    """Models in the registry and their versions."""
     from contracts import registry
+    from contracts.messages.records import Manifest, ModelRecord
 
-    manifests = on_bus(data_dir, lambda bus, _: registry.models(bus))
-    rows = [(each.name, each.version, each.engine, each.context, each.default_output_tokens) for each in manifests]
-    show(manifests, table(("name", "version", "engine", "context", "default_output"), rows), as_json=as_json)
+    async def read(bus: "Bus", _: Target) -> tuple[list[ModelRecord], list[Manifest]]:
+        return await registry.models(bus), await registry.versions(bus)
+
+    models, versions = on_bus(data_dir, read)
+    kept = [
+        msgspec.structs.asdict(model) | {"versions": [each for each in versions if each.name == model.name]}
+        for model in models
+    ]
+    stable = {(each.name, each.stable) for each in models}
+    rows = [
+        (
+            each.name,
+            each.version,
+            "stable" if (each.name, each.version) in stable else "",
+            each.engine,
+            each.context,
+            each.default_output_tokens,
+        )
+        for each in versions
+    ]
+    header = ("name", "version", "", "engine", "context", "default_output")
+    show(kept, table(header, rows), as_json=as_json)
 
 
 @app.command("add")
@@ -43,7 +64,9 @@ def model_add(
     async def enter(bus: "Bus", _: Target) -> None:
         for line in await topology.ensure(bus):
             print(f"note: {line}", file=sys.stderr)
-        await Administration(bus, records.operator()).put_model(manifest)
+        do = Administration(bus, records.operator())
+        await do.publish(manifest)
+        await do.set_stable(manifest.name, manifest.version)
 
     on_bus(data_dir, enter)
     show(manifest, f"model {manifest.name} {manifest.version}", as_json=as_json)
@@ -66,7 +89,7 @@ def model_limits(
     """Show or change the bounds of a model's queue and its fallbacks."""
     from contracts import registry
     from contracts.forms import ModelChange
-    from contracts.messages.records import Manifest
+    from contracts.messages.records import ModelRecord
 
     given = {
         "queued_requests": queued_requests,
@@ -81,14 +104,13 @@ def model_limits(
     if fallbacks is not None:
         changes["fallbacks"] = [] if fallbacks == "none" else names(fallbacks)
 
-    async def look(bus: "Bus", _: Target) -> Manifest:
+    async def look(bus: "Bus", _: Target) -> ModelRecord:
         return await registry.model(bus, name)
 
     if changes:
-        manifest = administer(data_dir, lambda do: do.change_model(name, ModelChange(**changes)))
+        record = administer(data_dir, lambda do: do.change_model(name, ModelChange(**changes)))
     else:
-        manifest = on_bus(data_dir, look)
-    lines = [f"{field:24}{getattr(manifest.limits, field):g}" for field in given]
-    lines.append(f"{'fallbacks':24}{', '.join(manifest.fallbacks) or '-'}")
-    kept = {"name": manifest.name, "limits": manifest.limits, "fallbacks": manifest.fallbacks}
-    show(kept, "\n".join(lines), as_json=as_json)
+        record = on_bus(data_dir, look)
+    lines = [f"{field:24}{getattr(record.limits, field):g}" for field in given]
+    lines.append(f"{'fallbacks':24}{', '.join(record.fallbacks) or '-'}")
+    show(record, "\n".join(lines), as_json=as_json)

@@ -22,7 +22,7 @@ def queue(
     from contracts import registry
 
     async def ask(bus: "Bus", _: Target) -> "list[QueueAnswer]":
-        names = [model] if model is not None else [manifest.name for manifest in await registry.models(bus)]
+        names = [model] if model is not None else [record.name for record in await registry.models(bus)]
         return [await records.queue(bus, registry.check_name("model name", name)) for name in names]
 
     answers = on_bus(data_dir, ask)

@@ -27,7 +27,7 @@ def submit(
     limit: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
 
     async def chat(bus: "Bus", target: Target) -> None:
-        name = model or next((manifest.name for manifest in await registry.models(bus)), None)
+        name = model or next((record.name for record in await registry.models(bus)), None)
         if name is None:
             raise ComposeError("there is no model in the registry")
         try:

@@ -1,14 +1,12 @@
 """The manifest of a model that this machine can serve: what it is called, what it can do, where its files lie."""
 
-import msgspec
-
 from compose.stack.data_dir import Engine
 from compose.stack.terminal import Terminal
-from contracts import clock, registry
+from contracts import registry
 from contracts.messages.records import Manifest
 
 SIMULATED_MODEL = "simulated"
-SIMULATED_VERSION = "sim-1"
+SIMULATED_CONTEXT = 1_048_576
 SIMULATED_OUTPUT_TOKENS = 16
 
 
@@ -26,7 +24,7 @@ def make_manifest(engine: Engine, name: str, sim_context: int) -> Manifest:
     if engine == "simulated":
         made = Manifest(
             name=name,
-            version=SIMULATED_VERSION,
+            version="sim-1" if sim_context == SIMULATED_CONTEXT else f"sim-1-{sim_context}",
             engine="simulated",
             context=sim_context,
             default_output_tokens=SIMULATED_OUTPUT_TOKENS,
@@ -40,4 +38,4 @@ def make_manifest(engine: Engine, name: str, sim_context: int) -> Manifest:
         finally:
             terminal.show("")
     registry.check_name("model name", made.name)
-    return msgspec.structs.replace(made, created_at_ms=clock.now_ms())
+    return made

@@ -25,9 +25,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from compose.stack.data_dir import ComposeError, write_private
+from contracts import registry
 from contracts.messages.base import Endpoint
-from contracts.messages.records import Manifest
+from contracts.messages.records import Artifact, Manifest
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The public name of the model that `headrace up` serves unless told otherwise."""
@@ -228,24 +231,23 @@ def _drop_keys(file: Path, keys: frozenset[str]) -> None:
 
 
 def _describe(name: str, path: Path, progress: Callable[[str], None]) -> Manifest:
-    """The version is `v1-` and the first 8 hexadecimal digits of a digest over all files that an engine may read."""
+    """The version is `v1-` and the first 8 hexadecimal digits of a digest over all that the manifest pins."""
     chosen = _model_files(path)
     size_mb = sum(file.stat().st_size for file in chosen) // 1_000_000
     if size_mb >= 1_000:
         progress(f"checking {size_mb:,} MB of {name}")
-    files = _hash_files(chosen)
-    listing = "".join(f"{file}\0{digest}\n" for file, digest in sorted(files.items()))
-    return Manifest(
+    made = Manifest(
         name=name,
-        version=f"v1-{hashlib.sha256(listing.encode()).hexdigest()[:8]}",
+        version="",
         engine="vllm",
         context=_context(path),
         endpoints=("embeddings",) if _embeds(path) else TEXT_ENDPOINTS,
         default_output_tokens=OUTPUT_TOKENS,
-        artifacts=files,
+        artifacts={file: Artifact(sha256=digest) for file, digest in _hash_files(chosen).items()},
         path=str(path),
         tokenizer_fingerprint=tokenizer_fingerprint(path),
     )
+    return msgspec.structs.replace(made, version=f"v1-{registry.identity(made)[:8]}")
 
 
 def _model_files(path: Path) -> list[Path]:

@@ -221,14 +221,16 @@ class Stack:
             for line in await topology.ensure(bus):
                 self._terminal.say(f"note: {line}")
             do = Administration(bus, operator(), peppers=read_peppers(self._directory.pepper))
-            present = {manifest.name: manifest for manifest in await registry.models(bus)}
+            present = {record.name for record in await registry.models(bus)}
             wanted = {manifest.name: manifest for manifest in self._manifests}
             if not again and not self._options.nats_url:
-                for name in present.keys() - wanted.keys():
-                    await do.remove_model(present[name])
+                for name in present - wanted.keys():
+                    await do.remove_model(name)
             for name, manifest in wanted.items():
                 if not again or name not in present:
-                    await do.put_model(manifest)
+                    changed = await do.publish(manifest)
+                    if changed.before is None:  # What an operator promoted since stays.
+                        await do.set_stable(name, manifest.version)
             await self._keep_first_keys(bus, do)
         except (BusError, HeadraceError) as error:
             raise ComposeError(f"NATS refused what Headrace keeps there: {error}") from error

@@ -1,8 +1,8 @@
-"""Records in KV buckets: models, tenants, keys, prices, budgets."""
+"""Records in KV buckets: models and their versions, tenants, keys, prices, budgets."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from contracts.messages.base import FEW, MANY, Endpoint, Line, Message, Name, Priority
+from contracts.messages.base import FEW, MANY, Endpoint, Line, Message, Name, Priority, Text, Whole
 
 
 class PoolLimits(Message, frozen=True, kw_only=True):
@@ -20,22 +20,78 @@ class PoolLimits(Message, frozen=True, kw_only=True):
     """Reserved tokens on a worker may reach its KV capacity times this."""
 
 
+class Artifact(Message, frozen=True, kw_only=True):
+    """A file of a version, and the parts that it is stored in, each named by its own digest."""
+
+    sha256: Line
+    """Of the whole file, in hex."""
+    size: Whole = 0
+    """In bytes."""
+    parts: Annotated[list[Line], MANY] = []
+    """Sha256 of each PART_BYTES of it, in order; the last part is shorter."""
+
+
+PART_BYTES = 16 << 20
+"""Of a file's parts; never changed, for digests rest on it. 9,000 of them, in a manifest of 600 KB, are 140 GB."""
+
+
+class Golden(Message, frozen=True, kw_only=True):
+    """What the version's engine answered when it was published; a worker that answers otherwise serves nothing."""
+
+    prompt: Text
+    tokens: Annotated[list[Whole], FEW] = []
+    """Token ids of the greedy answer. Empty for a model without text: it must only answer."""
+    agreeing: Whole = 0
+    """How many of the first ones another engine or other hardware must agree on."""
+
+
+class Base(Message, frozen=True, kw_only=True):
+    """The version whose engine loads an adapter beside its own weights."""
+
+    model: Name
+    version: Name
+
+
+Capability = Literal["tools", "json", "reasoning", "embeddings"]
+
+
 class Manifest(Message, frozen=True, kw_only=True):
-    """A model's entry in the MODELS bucket, keyed by the encoded name."""
+    """A version of a model: an entry in the VERSIONS bucket, keyed ``<model>.<version>``, written once."""
 
     name: Name
+    """The model's."""
     version: Name
     engine: Literal["vllm", "simulated"]
     context: int
     """Longest sequence in tokens, prompt and output."""
     default_output_tokens: int
     """Output limit of a request that states none."""
-    artifacts: Annotated[dict[Line, Line], MANY] = {}
-    """File -> sha256."""
+    artifacts: Annotated[dict[Line, Artifact], MANY] = {}
+    """By path below the version's directory."""
     path: Line = ""
-    """Directory of the artifacts on hosts that share it; empty for the simulated engine."""
+    """Directory, or URL of one, where the files lie as they are; empty: their parts are in ``store``."""
+    store: Line = ""
+    """URL of the store of parts; empty: the bus's own."""
     tokenizer_fingerprint: Line = ""
+    """Of how it counts (contracts.fingerprint); empty where nobody counts."""
     endpoints: Annotated[tuple[Endpoint, ...], FEW] = ("chat/completions", "completions")
+    capabilities: Annotated[tuple[Capability, ...], FEW] = ()
+    price_tier: Name = ""
+    """What an alias's price ceiling is compared with."""
+    engine_arguments: Annotated[dict[Line, Any], FEW] = {}
+    """The engine's own, over those that Headrace gives."""
+    golden: Golden | None = None
+    base: Base | None = None
+    """It is a LoRA adapter of that one; None: it stands alone."""
+    created_at_ms: int = 0
+
+
+class ModelRecord(Message, frozen=True, kw_only=True):
+    """A model's entry in the MODELS bucket, keyed by the encoded name: what an operator may change of it."""
+
+    name: Name
+    stable: Name
+    """The version that is served unless a roll-out, a pin or an alias says otherwise."""
     limits: PoolLimits = PoolLimits()
     fallbacks: Annotated[list[Line], FEW] = []
     created_at_ms: int = 0

@@ -207,7 +207,7 @@ class Intake:
 
     async def _admit_somewhere(self, prepared: Prepared) -> Admitted:
         tenant, envelope = prepared.context.identity.tenant, prepared.envelope
-        fallbacks = self._catalog.resolve(envelope.model, tenant).manifest.fallbacks if tenant.fallback else []
+        fallbacks = self._catalog.resolve(envelope.model, tenant).record.fallbacks if tenant.fallback else []
         for name in fallbacks if envelope.idempotency is not None else ():
             elsewhere = msgspec.structs.replace(prepared, envelope=msgspec.structs.replace(envelope, model=name))
             try:

@@ -1,20 +1,21 @@
-"""Which models are served: the manifests of the MODELS bucket, watched, each with its token counter."""
+"""Which models are served: the buckets MODELS and VERSIONS, watched; each stable version with its token counter."""
 
 import msgspec
 import structlog
 
-from contracts import registry, topology
+from contracts import registry, subjects, topology
 from contracts.bus import Bus, KvEntry, Watch
 from contracts.errors import HeadraceError
-from contracts.messages.records import Manifest, TenantRecord
+from contracts.messages.records import Manifest, ModelRecord, TenantRecord
 from gateway.prompt.token_counter import TokenCounter
 
 _log = structlog.get_logger()
 
 
 class Model(msgspec.Struct, frozen=True):
-    """A manifest, and its counter of prompt tokens."""
+    """A model, the version that it serves, and the counter of that one's prompt tokens."""
 
+    record: ModelRecord
     manifest: Manifest
     tokens: TokenCounter
 
@@ -24,17 +25,21 @@ class Catalog:
 
     def __init__(self) -> None:
         self._models: dict[str, Model] = {}
-        self._names: dict[str, str] = {}
-        self._watch: Watch | None = None
+        """Those whose record and stable version are there."""
+        self._records: dict[str, ModelRecord] = {}
+        self._versions: dict[str, Manifest] = {}
+        """Both by their keys."""
+        self._watches: list[Watch] = []
 
     async def start(self, bus: Bus) -> None:
         """Returns when the present state is known."""
-        self._watch = await bus.kv.watch(topology.MODELS, self._on_manifest)
+        self._watches.append(await bus.kv.watch(topology.VERSIONS, self._on_version))
+        self._watches.append(await bus.kv.watch(topology.MODELS, self._on_model))
 
     async def close(self) -> None:
         """Stop watching."""
-        if self._watch is not None:
-            await self._watch.close()
+        for watch in self._watches:
+            await watch.close()
 
     def names(self) -> list[str]:
         """Of all models."""
@@ -54,17 +59,38 @@ class Catalog:
             )
         return model
 
-    def _on_manifest(self, key: str, entry: KvEntry | None) -> None:
+    def _on_model(self, key: str, entry: KvEntry | None) -> None:
         if entry is None:
-            self._models.pop(self._names.pop(key, ""), None)
+            if (gone := self._records.pop(key, None)) is not None:
+                self._models.pop(gone.name, None)
             return
         try:
-            manifest = registry.read_model(entry)
+            record = self._records[key] = registry.read_model(entry)
+        except msgspec.MsgspecError as error:
+            _log.error("model_unreadable", key=key, seq=entry.revision, reason=str(error))
+            return
+        self._serve(record)
+
+    def _on_version(self, key: str, entry: KvEntry | None) -> None:
+        if entry is None:
+            self._versions.pop(key, None)
+            return
+        try:
+            manifest = self._versions[key] = registry.read_version(entry)
         except msgspec.MsgspecError as error:
             _log.error("manifest_unreadable", key=key, seq=entry.revision, reason=str(error))
             return
-        before = self._models.get(manifest.name)
-        if before is not None and before.manifest == manifest:
-            return
-        self._names[key] = manifest.name
-        self._models[manifest.name] = Model(manifest, TokenCounter(manifest))
+        if (record := self._records.get(key.partition(".")[0])) is not None and record.stable == manifest.version:
+            self._serve(record)
+
+    def _serve(self, record: ModelRecord) -> None:
+        """Until the stable version's manifest is there, the one before goes on being served."""
+        before = self._models.get(record.name)
+        manifest = self._versions.get(f"{subjects.encode(record.name)}.{subjects.encode(record.stable)}")
+        if manifest is None:
+            _log.warning("manifest_awaited", model=record.name, version=record.stable)
+            if before is None:
+                return
+            manifest = before.manifest
+        tokens = before.tokens if before is not None and before.manifest == manifest else TokenCounter(manifest)
+        self._models[record.name] = Model(record, manifest, tokens)

@@ -17,7 +17,7 @@ from contracts.forms import Form, KeyChange, ModelChange, NewKey, NewTenant, Ten
 from contracts.messages.administration import AdminAnswer, AdminCall, Via
 from contracts.messages.base import NOTHING, Codec
 from contracts.messages.queues import QueueAnswer
-from contracts.messages.records import KeyRecord, Manifest, PoolLimits, TenantRecord
+from contracts.messages.records import KeyRecord, ModelRecord, TenantRecord
 from contracts.registry import ShownKey
 from gateway.http.exchange import Exchange
 from gateway.http.typed import BodyReader, Listed, Name, Services, ServicesDep, TypedRoute, caller_for, refusals
@@ -32,20 +32,6 @@ _call = Codec[AdminCall](AdminCall)
 _answer = Codec[AdminAnswer](AdminAnswer)
 
 R = TypeVar("R", bound=msgspec.Struct)
-
-
-class ModelLimits(msgspec.Struct):
-    """A model, the bounds of its queue, and where its requests may go when it is overloaded."""
-
-    name: str
-    version: str
-    context: int
-    limits: PoolLimits
-    fallbacks: list[str]
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> "ModelLimits":
-        return cls(manifest.name, manifest.version, manifest.context, manifest.limits, manifest.fallbacks)
 
 
 class Administrator:
@@ -154,17 +140,17 @@ async def revoke_key(do: AdministratorDep, id: Name) -> KeyRecord:
 
 
 @router.get("/models", dependencies=MODELS)
-async def models(services: ServicesDep) -> Listed[ModelLimits]:
-    """All models and the bounds of their queues."""
-    return Listed([ModelLimits.of(manifest) for manifest in await registry.models(services.bus)])
+async def models(services: ServicesDep) -> Listed[ModelRecord]:
+    """All models: the version that each serves, the bounds of its queue, and where its requests may go."""
+    return Listed(await registry.models(services.bus))
 
 
 @router.patch("/models/{model:path}/limits", responses=refusals(404, 409), dependencies=MODELS)
 async def change_model(
     do: AdministratorDep, model: Name, change: Annotated[ModelChange, Depends(BodyReader(ModelChange))]
-) -> ModelLimits:
+) -> ModelRecord:
     """Change the bounds of a model's queue, or its fallbacks."""
-    return ModelLimits.of(await do.ask("models.change", Manifest, target=model, form=change))
+    return await do.ask("models.change", ModelRecord, target=model, form=change)
 
 
 @router.get("/queues", dependencies=MODELS)
@@ -174,10 +160,10 @@ async def queues(services: ServicesDep) -> Listed[Any]:
     A model whose scheduler does not answer has the reason instead.
     """
     data: list[Any] = []
-    for manifest in await registry.models(services.bus):
+    for record in await registry.models(services.bus):
         try:
-            answer = await services.bus.request(subjects.queues(manifest.name), b"{}", timeout_s=ASK_TIMEOUT_S)
+            answer = await services.bus.request(subjects.queues(record.name), b"{}", timeout_s=ASK_TIMEOUT_S)
             data.append(_queues.decode(answer))
         except Unavailable:
-            data.append({"model": manifest.name, "error": "no scheduler answers at the moment"})
+            data.append({"model": record.name, "error": "no scheduler answers at the moment"})
     return Listed(data)

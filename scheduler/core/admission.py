@@ -7,7 +7,7 @@ bounds are. Which requests exist, and in what order they run, others decide.
 from contracts import instants
 from contracts.errors import HeadraceError
 from contracts.messages.admission import DEADLINE_MS_MAX, AdmissionRequest
-from contracts.messages.records import Manifest, TenantLimits, TenantRecord
+from contracts.messages.records import ModelRecord, TenantLimits, TenantRecord
 from contracts.tokens import Cost, reserved
 from scheduler.core.fair_queue import FairQueue
 from scheduler.core.quotas import Quota, seconds
@@ -28,8 +28,8 @@ UNKNOWN = TenantRecord(name="")
 class AdmissionControl:
     """Quotas, budgets and queue bounds of one model."""
 
-    def __init__(self, manifest: Manifest, queue: FairQueue, now_ms: int) -> None:
-        self.manifest = manifest
+    def __init__(self, record: ModelRecord, queue: FairQueue, now_ms: int) -> None:
+        self.record = record
         self.tenants: dict[str, TenantRecord] = {}
         self.budgets: dict[str, tuple[str, int]] = {}
         """Tenant -> (UTC month as YYYY-MM, tokens used in it)."""
@@ -142,7 +142,7 @@ class AdmissionControl:
         self.body_bytes += body_bytes
 
     def _limits_of(self, record: TenantRecord) -> TenantLimits:
-        return record.model_limits.get(self.manifest.name, record.limits)
+        return record.model_limits.get(self.record.name, record.limits)
 
     def _check_budget(self, tenant: TenantRecord, now_ms: int) -> None:
         budget = tenant.monthly_budget_tokens
@@ -159,7 +159,7 @@ class AdmissionControl:
             )
 
     def _check_queue(self, quota: Quota, tokens: int, wait_ms: int) -> None:
-        limits = self.manifest.limits
+        limits = self.record.limits
         if (
             quota.waiting >= limits.tenant_queued_requests
             or quota.waiting_tokens + tokens > limits.tenant_queued_tokens
@@ -177,7 +177,7 @@ class AdmissionControl:
             )
 
     def _check_bodies(self, quota: Quota, body_bytes: int) -> None:
-        limits = self.manifest.limits
+        limits = self.record.limits
         if not body_bytes:
             return
         largest = min(limits.tenant_body_bytes, limits.body_bytes)

@@ -14,7 +14,7 @@ from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch
 from contracts.messages.control import Announce, CancelAnswer, CancelAttempt, Evict, Progress
-from contracts.messages.records import Manifest
+from contracts.messages.records import ModelRecord
 from scheduler.core import events, outcomes, views
 from scheduler.core.lifecycle import UNHEARD, Lifecycle, cancelled
 from scheduler.core.request import Request
@@ -35,9 +35,9 @@ class Core(Lifecycle):
     """One model's scheduler during one term. ``step`` is the only way in."""
 
     def __init__(
-        self, *, model: str, owner: str, epoch: Epoch, manifest: Manifest, settings: Settings, now_ms: int
+        self, *, model: str, owner: str, epoch: Epoch, record: ModelRecord, settings: Settings, now_ms: int
     ) -> None:
-        super().__init__(model=model, owner=owner, epoch=epoch, manifest=manifest, settings=settings, now_ms=now_ms)
+        super().__init__(model=model, owner=owner, epoch=epoch, record=record, settings=settings, now_ms=now_ms)
         self.refusals: dict[str, int] = {}
         """Refused admissions by code, for metrics."""
         self.lost_workers = 0
@@ -67,7 +67,7 @@ class Core(Lifecycle):
             events.LoopbackSeen: self._loopback_seen,
             events.TimePassed: self._time_passed,
             events.TenantChanged: self._tenant_changed,
-            events.ManifestChanged: self._manifest_changed,
+            events.ModelChanged: self._model_changed,
             events.BudgetSeen: self._budget_seen,
         }
 
@@ -472,9 +472,9 @@ class Core(Lifecycle):
     def _tenant_changed(self, event: events.TenantChanged) -> None:
         self.admission.set_tenant(event.name, event.record, self.now_ms)
 
-    def _manifest_changed(self, event: events.ManifestChanged) -> None:
-        self.admission.manifest = event.manifest
-        self.pool.kv_overbooking = event.manifest.limits.kv_overbooking
+    def _model_changed(self, event: events.ModelChanged) -> None:
+        self.admission.record = event.record
+        self.pool.kv_overbooking = event.record.limits.kv_overbooking
 
     def _budget_seen(self, event: events.BudgetSeen) -> None:
         self.admission.budgets[event.tenant] = (event.month, event.tokens)

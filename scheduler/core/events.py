@@ -17,7 +17,7 @@ from contracts.messages.control import (
     WorkerHeartbeat,
 )
 from contracts.messages.frames import Frame
-from contracts.messages.records import Manifest, TenantRecord
+from contracts.messages.records import ModelRecord, TenantRecord
 from contracts.messages.request import RequestEnvelope, WorkItem
 
 
@@ -150,10 +150,10 @@ class TenantChanged(Event, frozen=True):
     record: TenantRecord | None
 
 
-class ManifestChanged(Event, frozen=True):
+class ModelChanged(Event, frozen=True):
     """The registry has another entry for this model."""
 
-    manifest: Manifest
+    record: ModelRecord
 
 
 class BudgetSeen(Event, frozen=True):

@@ -13,7 +13,7 @@ from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch, Outcome
 from contracts.messages.control import CancelAnswer, CancelAttempt
 from contracts.messages.frames import Frame, FrameKind, LostData
-from contracts.messages.records import Manifest
+from contracts.messages.records import ModelRecord
 from contracts.messages.request import RequestEnvelope, WorkItem
 from contracts.tokens import Cost
 from scheduler.core import events, outcomes
@@ -44,7 +44,7 @@ class Lifecycle:
     """The open requests of one model during one term, and everything that they take up."""
 
     def __init__(
-        self, *, model: str, owner: str, epoch: Epoch, manifest: Manifest, settings: Settings, now_ms: int
+        self, *, model: str, owner: str, epoch: Epoch, record: ModelRecord, settings: Settings, now_ms: int
     ) -> None:
         self.model = model
         self.owner = owner
@@ -56,11 +56,11 @@ class Lifecycle:
         self.tombstones = Tombstones()
         self.keys = IdempotencyKeys()
         self.queue = FairQueue(ageing_ms=settings.ageing_ms)
-        self.admission = AdmissionControl(manifest, self.queue, now_ms)
+        self.admission = AdmissionControl(record, self.queue, now_ms)
         self.pool = WorkerPool(
             epoch=epoch,
             lost_after_beats=settings.lost_after_beats,
-            kv_overbooking=manifest.limits.kv_overbooking,
+            kv_overbooking=record.limits.kv_overbooking,
             starvation_timeout_ms=settings.starvation_timeout_ms,
         )
         self.stream_owners = StreamOwners()
@@ -306,7 +306,7 @@ class Lifecycle:
         worker = self.pool.workers.get(request.worker)
         if worker is not None:
             return worker.beat.version
-        return request.envelope.version or self.admission.manifest.version
+        return request.envelope.version or self.admission.record.stable
 
     def decide(self, request: Request, event: AttemptEvent) -> None:
         """The present attempt has ended with ``event``: retry before the first token, else settle for good."""

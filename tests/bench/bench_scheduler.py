@@ -12,7 +12,7 @@ import time
 from contracts.messages.admission import AdmissionRequest
 from contracts.messages.base import Epoch
 from contracts.messages.control import WorkerHeartbeat
-from contracts.messages.records import Manifest, PoolLimits
+from contracts.messages.records import ModelRecord, PoolLimits
 from scheduler.core import events
 from scheduler.core.core import Core
 from scheduler.core.settings import Settings
@@ -25,10 +25,8 @@ UNBOUNDED = PoolLimits(
 
 def measure(requests: int, tenants: int) -> tuple[float, float, float]:
     """Microseconds of CPU per request to admit, to enqueue and to dispatch ``requests`` of ``tenants``."""
-    manifest = Manifest(
-        name="m", version="v", engine="simulated", context=8192, default_output_tokens=16, limits=UNBOUNDED
-    )
-    core = Core(model="m", owner="s", epoch=EPOCH, manifest=manifest, settings=Settings(), now_ms=0)
+    record = ModelRecord(name="m", stable="v", limits=UNBOUNDED)
+    core = Core(model="m", owner="s", epoch=EPOCH, record=record, settings=Settings(), now_ms=0)
     core.step(events.Recovered(), 0)
     asked = [
         AdmissionRequest(

@@ -19,7 +19,7 @@ from contracts.messages.records import TenantRecord
 from tests.support.cluster import OurNats
 from tests.support.polling import until
 
-ADMINISTERED = (topology.KEYS, topology.USES, topology.TENANTS, topology.MODELS)
+ADMINISTERED = (topology.KEYS, topology.USES, topology.TENANTS, topology.MODELS, topology.VERSIONS)
 TENANTS = ("T1", "T2", "Café 1")
 SERVICES = ("gateway-0", "gateway-1", "scheduler-0", "worker-0", "worker-1", "ledger-0")
 STREAMS = tuple(stream["name"] for stream in topology.STREAMS)
@@ -126,7 +126,7 @@ MAY_PUBLISH: dict[str, set[str]] = {
     | {"frames T1 of another", "cancel T1 as a gateway", "BODIES purged"}
     | {"admin call", "activity of keys"}
     | read(*(f"KV_{bucket}" for bucket in ADMINISTERED))
-    | watched("keys", "tenants", "models")
+    | watched("keys", "tenants", "models", "versions")
     | SEEN,
     "scheduler-0": {"work", "attempt", "quarantine", "control", "control of another", "loopback of scheduler-0"}
     | {"WORK thinned", "REQUESTS thinned", "WORK looked up", "ATTEMPTS unfollowed", "BODIES purged"}
@@ -134,12 +134,12 @@ MAY_PUBLISH: dict[str, set[str]] = {
     | taken("REQUESTS")
     | {"audit"}
     | kept("leases", *ADMINISTERED)
-    | watched("tenants", "budgets", "models")
+    | watched("tenants", "budgets", "models", "versions")
     | REPLIES
     | SEEN,
     "worker-0": {"attempt", "beat of worker-0", "work of worker-0 pulled"}
     | taken("WORK")
-    | read("ATTEMPTS", "KV_models", "BODIES")
+    | read("ATTEMPTS", "KV_models", "KV_versions", "BODIES")
     | REPLIES
     | SEEN,
     "ledger-0": {"dead", "ATTEMPTS purged", "ATTEMPTS read"}

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from contracts import ids, subjects, topology
+from contracts import ids, registry, subjects, topology
 from contracts.bus import Bus, Incoming
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import NOTHING, Epoch
@@ -55,7 +55,7 @@ class Harness:
 
     async def open(self) -> None:
         await topology.ensure(self.bus)
-        await self.bus.kv.put(topology.MODELS, subjects.encode(MODEL), msgspec.json.encode(MANIFEST))
+        await registry.put_version(self.bus, MANIFEST)
         await self.bus.subscribe(self.reply_inbox, self._on_reply)
         await self.bus.subscribe(subjects.HEARTBEATS, self._on_beat)
 

@@ -24,7 +24,7 @@ OLD_MS = -6_000
 
 _LEFT_OUT = frozenset(
     (
-        *("history", "_history", "effects", "_effects", "_handlers", "_settings", "settings", "_bounds", "manifest"),
+        *("history", "_history", "effects", "_effects", "_handlers", "_settings", "settings", "_bounds", "record"),
         *("_life", "_queue", "ledger"),
         *("outcomes", "refusals", "mended", "lost_workers", "throughput", "retry_reservations"),
         *("counter", "charged", "_order", "_active", "_last_leaver"),

@@ -24,7 +24,7 @@ from contracts.messages.control import (
     WorkerHeartbeat,
 )
 from contracts.messages.frames import Frame, FramesAnswer
-from contracts.messages.records import Manifest, TenantLimits, TenantRecord
+from contracts.messages.records import ModelRecord, TenantLimits, TenantRecord
 from contracts.messages.request import RequestEnvelope, WorkItem
 from contracts.streaming.relay import AskFrames, AskStatus, Finish, Forward, Relay, RelaySettings
 from scheduler.core import events, views
@@ -55,7 +55,7 @@ STATUS = Codec[StatusAnswer](StatusAnswer)
 TENANT = "t"
 READER = subjects.gateway_stream_owner("g-1")
 """Stream owner of all that is asked here."""
-MANIFEST = Manifest(name="m", version="v1", engine="simulated", context=4096, default_output_tokens=4)
+MODEL = ModelRecord(name="m", stable="v1")
 SETTINGS = Settings(
     publish_within_ms=3 * TICK_MS,
     expiry_margin_ms=TICK_MS,
@@ -195,9 +195,7 @@ class Parts:
         return known
 
     def new_core(self, revision: int, owner: str, now: int) -> int:
-        core = self._core(
-            model="m", owner=owner, epoch=Epoch(1, revision), manifest=MANIFEST, settings=SETTINGS, now_ms=now
-        )
+        core = self._core(model="m", owner=owner, epoch=Epoch(1, revision), record=MODEL, settings=SETTINGS, now_ms=now)
         made = Owner(core, TokenLedger() if self.limits is LIMITS else None)
         _take_in(made, events.TenantChanged(TENANT, TenantRecord(name=TENANT, limits=self.limits)), now)
         return self.core.add(made)
@@ -237,16 +235,16 @@ def _pack_core(owner: Owner) -> bytes:
     for request in core.requests.values():
         request.history.clear()
     handlers, core._handlers = core._handlers, {}
-    core.settings = core.admission.manifest = None  # type: ignore[assignment]
+    core.settings = core.admission.record = None  # type: ignore[assignment]
     packed = pickle.dumps(owner, 5)
-    core._handlers, core.settings, core.admission.manifest = handlers, SETTINGS, MANIFEST
+    core._handlers, core.settings, core.admission.record = handlers, SETTINGS, MODEL
     return packed
 
 
 def _unpack_core(packed: bytes) -> Owner:
     owner: Owner = pickle.loads(packed)  # noqa: S301 (our own, of this process)
     owner.core._handlers = owner.core._table()
-    owner.core.settings, owner.core.admission.manifest = SETTINGS, MANIFEST
+    owner.core.settings, owner.core.admission.record = SETTINGS, MODEL
     return owner
 
 

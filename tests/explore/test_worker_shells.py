@@ -13,8 +13,9 @@ import pytest
 
 from contracts import topology
 from contracts.bus import BusError, Unconfirmed
+from contracts.messages.records import Manifest
 from tests.explore import faults, workers
-from tests.explore.parts import MANIFEST, Parts, _worker_output, cancelled_attempt
+from tests.explore.parts import Parts, _worker_output, cancelled_attempt
 from tests.explore.records import Op
 from tests.explore.search import SCENARIOS, first_world
 from tests.explore.test_shells import Recording, SimulatedBus, Streams, Trace, recording
@@ -118,6 +119,9 @@ class Asker:
     async def respond(self, data: bytes) -> None:
         if (key := cancelled_attempt(self._order)) is not None:
             self._trace.append(("tell", "controlled", *key, data))
+
+
+MANIFEST = Manifest(name="m", version="v1", engine="simulated", context=4096, default_output_tokens=4)
 
 
 class WatchedWorker(Worker):

@@ -316,7 +316,7 @@ class Cluster:
         """Streams, the model, the tenant and its key: what an operator restores after the store was lost."""
         async with self.bus() as bus:
             await topology.ensure(bus)
-            await registry.put_manifest(bus, make_manifest("simulated", MODEL, 1_048_576))
+            await registry.put_version(bus, make_manifest("simulated", MODEL, 1_048_576))
             await registry.create_tenant(bus, TenantRecord(name=TENANT))
             await registry.keep_key(bus, read_peppers(self.data.pepper), self.key, KeyRecord(id="", tenant=TENANT))
 

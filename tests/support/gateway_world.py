@@ -19,7 +19,7 @@ from contracts.messages.base import Epoch
 from contracts.messages.control import CancelAnswer, CancelRequest, StatusAnswer, StreamOwnerHeartbeat, WorkerHeartbeat
 from contracts.messages.frames import EndData, ErrorData, Frame, FrameKind, FramesAnswer, FramesRequest, ReplyMessage
 from contracts.messages.queues import QueueAnswer
-from contracts.messages.records import KeyRecord, Manifest, TenantRecord
+from contracts.messages.records import KeyRecord, Manifest, ModelRecord, TenantRecord
 from contracts.messages.request import RequestEnvelope
 from contracts.messages.usage import UsageAnswer, UsageQuery
 from gateway.config import GatewayConfig
@@ -209,7 +209,10 @@ class World:
         await self.bus.kv.put(topology.KEYS, f"{record.id}.{record.hash}", encode(record))
 
     async def put_model(self, manifest: Manifest) -> None:
-        await self.bus.kv.put(topology.MODELS, subjects.encode(manifest.name), encode(manifest))
+        """Its only version."""
+        model, record = subjects.encode(manifest.name), ModelRecord(name=manifest.name, stable=manifest.version)
+        await self.bus.kv.put(topology.VERSIONS, f"{model}.{subjects.encode(manifest.version)}", encode(manifest))
+        await self.bus.kv.put(topology.MODELS, model, encode(record))
 
     async def status_of(self, path: str, **options: Any) -> int:
         return (await self.client.get(path, **options)).status_code

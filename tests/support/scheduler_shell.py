@@ -141,7 +141,7 @@ class Shell:
         self._stack = contextlib.AsyncExitStack()
 
     async def open(self) -> None:
-        await registry.put_manifest(self.bus, MANIFEST)
+        await registry.put_version(self.bus, MANIFEST)
         await self.bus.subscribe("reply.v1.test", self._on_reply)
 
     async def _on_reply(self, incoming: Incoming) -> None:

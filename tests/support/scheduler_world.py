@@ -27,7 +27,7 @@ from contracts.messages.control import (
     WorkerHeartbeat,
 )
 from contracts.messages.frames import Frame
-from contracts.messages.records import Manifest, PoolLimits, TenantLimits, TenantRecord
+from contracts.messages.records import ModelRecord, PoolLimits, TenantLimits, TenantRecord
 from contracts.messages.request import Reply, RequestEnvelope, WorkItem
 from scheduler.core import events, views
 from scheduler.core.core import Core
@@ -50,10 +50,8 @@ TOKENS = 3
 """After so many a generation ends well."""
 
 
-def manifest(**limits: int) -> Manifest:
-    return Manifest(
-        name="m", version="v1", engine="simulated", context=8192, default_output_tokens=16, limits=PoolLimits(**limits)
-    )
+def record(**limits: int) -> ModelRecord:
+    return ModelRecord(name="m", stable="v1", limits=PoolLimits(**limits))
 
 
 class FakeWorker:
@@ -125,7 +123,7 @@ class World:
             model="m",
             owner="s",
             epoch=epoch or Epoch(1, self.core.epoch.revision + 1),
-            manifest=manifest(**self.limits),
+            record=record(**self.limits),
             settings=Settings(publish_within_ms=1_000, expiry_margin_ms=200),
             now_ms=self.now,
         )
@@ -234,7 +232,7 @@ class World:
     def check_limits(self, tenant: str) -> None:
         """Right after an admission no limit is exceeded."""
         quota = self.core.admission.quotas[tenant]
-        limits = self.core.admission.manifest.limits
+        limits = self.core.admission.record.limits
         concurrency = quota.limits.concurrency
         assert concurrency is None or quota.open <= concurrency
         for bucket in (quota.request_bucket, quota.input_bucket, quota.output_bucket):

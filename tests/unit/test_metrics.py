@@ -16,13 +16,13 @@ import json
 from prometheus_client.parser import text_string_to_metric_families
 from contracts.service import telemetry
 from contracts.messages.base import Epoch
-from contracts.messages.records import Manifest
+from contracts.messages.records import ModelRecord
 from scheduler.core.core import Core
 from scheduler.core.settings import Settings
 from scheduler.metrics import Collector
 
-manifest = Manifest(name="m", version="v1", engine="simulated", context=10, default_output_tokens=1)
-core = Core(model="m", owner="s", epoch=Epoch(1, 1), manifest=manifest, settings=Settings(), now_ms=0)
+record = ModelRecord(name="m", stable="v1")
+core = Core(model="m", owner="s", epoch=Epoch(1, 1), record=record, settings=Settings(), now_ms=0)
 Collector(lambda: [core], 0.5).register()
 print(json.dumps([
     [family.name, family.type, family.documentation]

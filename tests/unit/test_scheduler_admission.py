@@ -8,7 +8,7 @@ from contracts.messages.records import TenantLimits, TenantRecord
 from scheduler.core.admission import RETRY_AFTER_S_MAX, AdmissionControl
 from scheduler.core.fair_queue import FairQueue
 from scheduler.core.request import Request
-from tests.support.scheduler_world import manifest
+from tests.support.scheduler_world import record
 
 TOKENS = 60
 TOKENS_PER_S = 10
@@ -17,7 +17,7 @@ DEADLINE_MS = 4000
 
 def slow_pool() -> AdmissionControl:
     """A pool without room that has worked off 10 tokens a second for as long as it remembers."""
-    admission = AdmissionControl(manifest(), FairQueue(ageing_ms=1_000_000), 0)
+    admission = AdmissionControl(record(), FairQueue(ageing_ms=1_000_000), 0)
     admission.throughput.done(100 * TOKENS_PER_S, 1000)
     admission.throughput.pass_time(100_000, saturated=True)
     return admission
@@ -42,7 +42,7 @@ def refusal(admission: AdmissionControl, number: int) -> HeadraceError:
 def test_many_prompts_reserve_each_prompt_once() -> None:
     """A hundred prompts of 500 tokens, two choices each, by all limits that are checked."""
     limits = TenantLimits(input_tpm=50_000, output_tpm=3_200, queued_tokens=53_200)
-    admission = AdmissionControl(manifest(), FairQueue(ageing_ms=1_000_000), 0)
+    admission = AdmissionControl(record(), FairQueue(ageing_ms=1_000_000), 0)
     admission.set_tenant("t", TenantRecord(name="t", limits=limits), 0)
     asked = AdmissionRequest(
         request_id="r",
@@ -93,7 +93,7 @@ def with_budget(admission: AdmissionControl) -> AdmissionRequest:
 
 
 def test_a_spent_budget_refuses_until_the_month_ends() -> None:
-    admission = AdmissionControl(manifest(), FairQueue(ageing_ms=1_000_000), JANUARY_31)
+    admission = AdmissionControl(record(), FairQueue(ageing_ms=1_000_000), JANUARY_31)
     asked = with_budget(admission)
     admission.budgets["t"] = ("2027-01", BUDGET - 1)
     admission.check(asked, JANUARY_31, has_room=True)
@@ -108,7 +108,7 @@ def test_a_spent_budget_refuses_until_the_month_ends() -> None:
 
 @pytest.mark.parametrize("known", [None, ("2026-12", 10 * BUDGET)], ids=["no total", "last month's total"])
 def test_without_a_total_of_this_month_a_budget_refuses_nothing(known: tuple[str, int] | None) -> None:
-    admission = AdmissionControl(manifest(), FairQueue(ageing_ms=1_000_000), JANUARY_31)
+    admission = AdmissionControl(record(), FairQueue(ageing_ms=1_000_000), JANUARY_31)
     asked = with_budget(admission)
     if known:
         admission.budgets["t"] = known
@@ -117,7 +117,7 @@ def test_without_a_total_of_this_month_a_budget_refuses_nothing(known: tuple[str
 
 def test_the_month_after_december_is_january() -> None:
     december_31 = JANUARY_31 - 31 * DAY_MS
-    admission = AdmissionControl(manifest(), FairQueue(ageing_ms=1_000_000), december_31)
+    admission = AdmissionControl(record(), FairQueue(ageing_ms=1_000_000), december_31)
     asked = with_budget(admission)
     admission.budgets["t"] = ("2026-12", BUDGET)
     with pytest.raises(HeadraceError, match="2027-01-01"):

@@ -1,0 +1,191 @@
+"""Records of models and of their versions. A version never changes; what an operator may change is the model's.
+
+A version is entered once. What identifies it is all that its manifest says but where its files lie and what its engine
+answered to the golden prompt: those may be entered again (`put_version`), for another place or other hardware.
+"""
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from contracts import subjects, topology
+from contracts.bus import Bus, KvEntry, WrongSequence
+from contracts.clock import now_ms
+from contracts.errors import HeadraceError
+from contracts.messages.base import Codec
+from contracts.messages.records import Manifest, ModelRecord
+from contracts.registry.base import Changed, at_home, change_record, check_counts, check_name, encoded, readable
+
+_MANIFEST = Codec[Manifest](Manifest)
+_MODEL = Codec[ModelRecord](ModelRecord)
+
+OVERBOOKING_MAX = 100.0
+
+
+def read_model(entry: KvEntry) -> ModelRecord:
+    """The model of an entry. Raises MsgspecError for what is none, and for a record from another place."""
+    record = _MODEL.decode(entry.value)
+    return at_home(record, subjects.encode_or_empty(record.name), entry)
+
+
+def read_version(entry: KvEntry) -> Manifest:
+    """The version of an entry, likewise."""
+    manifest = _MANIFEST.decode(entry.value)
+    home = f"{subjects.encode_or_empty(manifest.name)}.{subjects.encode_or_empty(manifest.version)}"
+    return at_home(manifest, home, entry)
+
+
+def check_version(name: str) -> str:
+    """``name`` when a version can have it: `@` is between model and version in a pin."""
+    if "@" in name:
+        raise HeadraceError("invalid_request", "a version's name has no @", param="version")
+    return check_name("version name", name)
+
+
+def identity(manifest: Manifest) -> str:
+    """Sha256 of all that makes it this version and no other."""
+    bare = msgspec.structs.replace(manifest, path="", store="", golden=None, created_at_ms=0, version="")
+    return hashlib.sha256(msgspec.json.encode(bare, order="sorted")).hexdigest()
+
+
+async def put_version(bus: Bus, manifest: Manifest) -> Changed[Manifest]:
+    """Enter a version, and its model when there is none: that serves it.
+
+    One that is there stays as it is, but for where its files lie; raises HeadraceError (conflict) for other contents.
+    """
+    check_name("model name", manifest.name)
+    check_version(manifest.version)
+    present = await find_version(bus, manifest.name, manifest.version)
+    if present is not None and identity(present) != identity(manifest):
+        raise HeadraceError(
+            "conflict",
+            f"{manifest.name} {manifest.version} is there with other contents, and a version never changes: "
+            "give it another name",
+            param="version",
+        )
+    kept = msgspec.structs.replace(manifest, created_at_ms=present.created_at_ms if present else now_ms())
+    if kept != present:
+        await _keep_version(bus, kept, present)
+    record = ModelRecord(name=manifest.name, stable=manifest.version, created_at_ms=now_ms())
+    if await find_model(bus, manifest.name) is None:
+        try:
+            await bus.kv.create(topology.MODELS, subjects.encode(manifest.name), encoded(_MODEL, record))
+        except WrongSequence:
+            pass  # somebody enters another version of it
+    return Changed(present, kept)
+
+
+async def _keep_version(bus: Bus, manifest: Manifest, present: Manifest | None) -> None:
+    key = _key(manifest.name, manifest.version)
+    entry = await bus.kv.get(topology.VERSIONS, key) if present else None
+    try:
+        if entry is None:
+            await bus.kv.create(topology.VERSIONS, key, encoded(_MANIFEST, manifest))
+        else:
+            await bus.kv.update(topology.VERSIONS, key, encoded(_MANIFEST, manifest), revision=entry.revision)
+    except WrongSequence as error:
+        message = f"{manifest.name} {manifest.version} is being entered by others; try again"
+        raise HeadraceError("conflict", message) from error
+
+
+async def find_version(bus: Bus, name: str, version: str) -> Manifest | None:
+    """The manifest; None when there is no such version."""
+    entry = await bus.kv.get(topology.VERSIONS, _key(name, version))
+    found = readable(read_version, {} if entry is None else {entry.key: entry})
+    return found[0] if found else None
+
+
+async def version(bus: Bus, name: str, version: str) -> Manifest:
+    """The manifest; raises HeadraceError (not_found)."""
+    found = await find_version(bus, name, version)
+    if found is None:
+        raise HeadraceError("not_found", f"there is no version {version} of a model {name}", param="version")
+    return found
+
+
+async def versions(bus: Bus, name: str | None = None) -> list[Manifest]:
+    """By model and age; of one model, or of all."""
+    pattern = f"{subjects.encode(check_name('model name', name))}.*" if name is not None else ">"
+    found = readable(read_version, await bus.kv.all(topology.VERSIONS, pattern))
+    return sorted(found, key=lambda manifest: (manifest.name, manifest.created_at_ms, manifest.version))
+
+
+async def remove_version(bus: Bus, name: str, version: str) -> None:
+    """Forget a version that its model does not serve; raises HeadraceError."""
+    record = await find_model(bus, name)
+    if record is not None and record.stable == version:
+        raise HeadraceError("conflict", f"{name} serves {version}: promote another version first", param="version")
+    await bus.kv.delete(topology.VERSIONS, _key(name, version))
+
+
+async def find_model(bus: Bus, name: str) -> ModelRecord | None:
+    """The model's record; None when there is none."""
+    entry = await bus.kv.get(topology.MODELS, subjects.encode(check_name("model name", name)))
+    found = readable(read_model, {} if entry is None else {entry.key: entry})
+    return found[0] if found else None
+
+
+async def model(bus: Bus, name: str) -> ModelRecord:
+    """The model's record; raises HeadraceError (not_found)."""
+    found = await find_model(bus, name)
+    if found is None:
+        raise HeadraceError("not_found", _missing(name))
+    return found
+
+
+async def models(bus: Bus) -> list[ModelRecord]:
+    """By name."""
+    return sorted(readable(read_model, await bus.kv.all(topology.MODELS)), key=lambda record: record.name)
+
+
+async def remove_model(bus: Bus, name: str) -> None:
+    """Remove a model and its versions: it is served no more."""
+    await bus.kv.delete(topology.MODELS, subjects.encode(check_name("model name", name)))
+    for manifest in await versions(bus, name):
+        await bus.kv.delete(topology.VERSIONS, _key(name, manifest.version))
+
+
+async def change_model(
+    bus: Bus, name: str, *, limits: dict[str, Any] | None = None, fallbacks: list[str] | None = None
+) -> Changed[ModelRecord]:
+    """Change bounds of the model's queue (fields of PoolLimits) or its fallbacks, which must be other models."""
+    if fallbacks is not None:
+        known = {record.name for record in await models(bus)}
+        for fallback in fallbacks:
+            if fallback == name or fallback not in known:
+                raise HeadraceError("invalid_request", f"{fallback} is no other model", param="fallbacks")
+
+    def change(record: ModelRecord) -> ModelRecord:
+        changed = msgspec.structs.replace(record.limits, **(limits or {}))
+        check_counts(changed)
+        if not 0 < changed.kv_overbooking <= OVERBOOKING_MAX:
+            message = f"kv_overbooking must be above 0 and at most {OVERBOOKING_MAX:g}"
+            raise HeadraceError("invalid_request", message, param="kv_overbooking")
+        return msgspec.structs.replace(
+            record, limits=changed, fallbacks=record.fallbacks if fallbacks is None else fallbacks
+        )
+
+    return await change_record(bus, topology.MODELS, name, read_model, _MODEL, change, _missing(name))
+
+
+async def set_stable(bus: Bus, name: str, stable: str) -> Changed[ModelRecord]:
+    """Make a version, which must be there, the one that the model serves."""
+    await version(bus, name, stable)
+    return await change_record(
+        bus,
+        topology.MODELS,
+        name,
+        read_model,
+        _MODEL,
+        lambda record: msgspec.structs.replace(record, stable=stable),
+        _missing(name),
+    )
+
+
+def _missing(name: str) -> str:
+    return f"there is no model {name}"
+
+
+def _key(name: str, version: str) -> str:
+    return f"{subjects.encode(check_name('model name', name))}.{subjects.encode(check_version(version))}"
