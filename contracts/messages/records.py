@@ -98,7 +98,7 @@ class ModelRecord(Message, frozen=True, kw_only=True):
 
 
 class TenantLimits(Message, frozen=True, kw_only=True):
-    """Limits of a tenant for each model; None is unlimited. Buckets hold one minute's worth."""
+    """Limits of a tenant for each model; None is unlimited, 0 lets nothing through. Buckets hold one minute's worth."""
 
     rpm: int | None = None
     input_tpm: int | None = None
@@ -127,6 +127,10 @@ class TenantRecord(Message, frozen=True, kw_only=True):
     prefix_caching: bool = True
     disabled: bool = False
     created_at_ms: int = 0
+
+    def limits_of(self, model: str) -> TenantLimits:
+        """The limits that hold for ``model``."""
+        return self.model_limits.get(model, self.limits)
 
 
 Scope = Literal["inference", "usage", "admin:keys", "admin:tenants", "admin:models", "admin:usage"]

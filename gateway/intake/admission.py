@@ -17,10 +17,11 @@ from contracts import errors, subjects, topology
 from contracts.bus import Bus, BusError, StreamFull, TooLarge, Unavailable, Unconfirmed
 from contracts.clock import monotonic_ms
 from contracts.errors import HeadraceError
+from contracts.limits import refuse_zero
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest, RateLimits
 from contracts.messages.base import IDEMPOTENCY_KEY_MAX, Codec, IdempotencyKey, Priority, RequestDemand, fields_of
 from contracts.messages.control import CancelReason
-from contracts.messages.records import Manifest, TenantRecord
+from contracts.messages.records import Manifest, TenantLimits, TenantRecord
 from contracts.messages.request import Reply, RequestEnvelope
 from gateway.apis import json_limits
 from gateway.apis.api import Api, ValidBody
@@ -144,7 +145,9 @@ class Intake:
     async def prepare(self, context: RequestContext, parsed: ParsedBody) -> Prepared:
         """Check and count; raises HeadraceError."""
         api, manifest, tenant = context.api, parsed.model.manifest, context.identity.tenant
-        idempotency = None
+        idempotency, limits = None, tenant.limits_of(manifest.name)
+        if not context.idempotency_key:  # With one it may join what was admitted before the limit was lowered.
+            refuse_zero(limits, generates=False)
         if key := context.idempotency_key:
             digest = await threads.run(
                 tenant.name, parsed.bytes, ON_THE_SPOT_BYTES, _digest, api.endpoint, parsed.fields
@@ -152,7 +155,7 @@ class Intake:
             idempotency = IdempotencyKey(key=key, digest=digest)
         valid, prompts = await _counted(api, tenant, parsed)
         check_prompt_logprobs(sum(prompts), valid)
-        limit = output_limit(api, manifest, prompts, valid)
+        limit = output_limit(api, manifest, limits, prompts, valid)
         stated = {api.limit_field: limit} if api.limit_field else {}
         body = await threads.run(
             tenant.name, parsed.bytes, ON_THE_SPOT_BYTES, msgspec.json.encode, valid.fields | stated
@@ -351,8 +354,12 @@ def check_prompt_logprobs(prompt_tokens: int, valid: ValidBody) -> None:
         )
 
 
-def output_limit(api: Api, manifest: Manifest, prompts: list[int], valid: ValidBody) -> int:
-    """Output tokens per choice that are reserved and allowed; raises HeadraceError when they cannot fit."""
+def output_limit(api: Api, manifest: Manifest, limits: TenantLimits, prompts: list[int], valid: ValidBody) -> int:
+    """Output tokens per choice that are reserved and allowed; raises HeadraceError when they cannot fit.
+
+    What the caller states is taken or refused. Where it states nothing the default is ours, and shrinks to what the
+    context and the tenant's limits can ever hold.
+    """
     part, longest = api.prompt_field, max(prompts)
     if min(prompts) == 0:
         raise HeadraceError("invalid_request", f"{part}: The {part} has no tokens.", param=part)
@@ -372,7 +379,14 @@ def output_limit(api: Api, manifest: Manifest, prompts: list[int], valid: ValidB
             f"Please reduce the length of the {part} or of the completion.",
             param=part,
         )
-    return min(max(manifest.default_output_tokens, valid.least_output_tokens), room) if asked is None else asked
+    if asked is not None:
+        return asked
+    default = min(max(manifest.default_output_tokens, valid.least_output_tokens), room)
+    if limits.output_tpm is not None:
+        default = min(default, limits.output_tpm // valid.choices)
+    if limits.queued_tokens is not None:
+        default = min(default, (limits.queued_tokens - sum(prompts)) // valid.choices)
+    return max(1, default)
 
 
 def _priority(tenant: TenantRecord) -> Priority:

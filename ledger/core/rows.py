@@ -116,7 +116,7 @@ class Row(NamedTuple):
     precedence: int
 
 
-_NO_COLUMN = ("idempotency", "withdrawn")
+_NO_COLUMN = ("idempotency", "withdrawn", "spent_input_tokens")
 EVENT_COLUMNS = {name: name.removesuffix("_ms") for name in AttemptEvent.__struct_fields__ if name not in _NO_COLUMN}
 """Field of an attempt event -> its column. Idempotency keys are for schedulers and end after minutes."""
 

@@ -142,7 +142,7 @@ class AdmissionControl:
         self.body_bytes += body_bytes
 
     def _limits_of(self, record: TenantRecord) -> TenantLimits:
-        return record.model_limits.get(self.record.name, record.limits)
+        return record.limits_of(self.record.name)
 
     def _check_budget(self, tenant: TenantRecord, now_ms: int) -> None:
         budget = tenant.monthly_budget_tokens

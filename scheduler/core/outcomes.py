@@ -7,6 +7,7 @@ import msgspec
 
 from contracts.messages.attempts import ENGINE_DEATHS_MAX, AttemptEvent
 from contracts.messages.base import Outcome, RequestFacts, TokenCounts, fields_of
+from contracts.messages.control import SERVICE_FAULTS
 from contracts.messages.frames import EndData, ErrorData
 from contracts.tokens import Cost
 from scheduler.core.request import Request
@@ -23,10 +24,9 @@ def is_void(event: AttemptEvent) -> bool:
 
 
 def used(event: AttemptEvent) -> Cost:
-    """What the attempt used of its reservation; void, failed and expired work nothing."""
-    if event.outcome in ("completed", "cancelled"):
-        return Cost(event.prompt_tokens, event.completion_tokens)
-    return Cost(0, 0)
+    """What the attempt used of its reservation: what was done for a caller who got it, or ended it itself."""
+    spent = event.spent_input_tokens
+    return Cost(spent, event.completion_tokens if spent else 0)
 
 
 def served(event: AttemptEvent) -> int:
@@ -77,6 +77,7 @@ def proposed(
     """The terminal event of attempt ``number`` as the scheduler would have it."""
     envelope = request.envelope
     lost = outcome == "lost"
+    left = outcome == "cancelled" and request.dispatched_at_ms and request.cancel_reason not in SERVICE_FAULTS
     return AttemptEvent(
         **fields_of(RequestFacts, envelope),
         **(fields_of(TokenCounts, request.progress) if request.progress else {}),
@@ -91,6 +92,7 @@ def proposed(
         retryable=lost,
         engine_death=worker_died and request.was_in_flight and not request.exonerated,
         reserved_tokens=request.cost.total,
+        spent_input_tokens=envelope.prompt_tokens if left else 0,
         admitted_at_ms=envelope.admitted_at_ms,
         dispatched_at_ms=request.dispatched_at_ms if number else 0,
         ended_at_ms=now_ms,

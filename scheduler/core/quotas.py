@@ -8,6 +8,7 @@ stop at the bucket's size.
 import math
 
 from contracts.errors import HeadraceError
+from contracts.limits import NAMES, refuse_zero
 from contracts.messages.admission import RateLimits
 from contracts.messages.records import TenantLimits
 from contracts.tokens import Cost
@@ -86,41 +87,40 @@ class Quota:
 
         ``turnover_ms``: after how long one of the tenant's open requests probably ends.
         """
-        demands = [
-            (name, bucket, bucket.size, amount)
-            for name, bucket, amount in (
-                ("requests per minute", self.request_bucket, 1),
-                ("input tokens per minute", self.input_bucket, cost.input_tokens),
-                ("output tokens per minute", self.output_bucket, cost.output_tokens),
-            )
-            if bucket.size is not None
-        ]
-        for name, _, size, amount in demands:
-            if amount > size:
+        limits = self.limits
+        refuse_zero(limits, generates=cost.output_tokens > 0)
+        buckets = (
+            ("rpm", self.request_bucket, 1),
+            ("input_tpm", self.input_bucket, cost.input_tokens),
+            ("output_tpm", self.output_bucket, cost.output_tokens),
+        )
+        counts = (
+            ("concurrency", limits.concurrency, self.open, 1),
+            ("queued_requests", limits.queued_requests, self.waiting, 1),
+            ("queued_tokens", limits.queued_tokens, self.waiting_tokens, cost.total),
+        )
+        sizes = [(field, bucket.size, amount) for field, bucket, amount in buckets]
+        for field, size, amount in (*sizes, *((field, limit, amount) for field, limit, _, amount in counts)):
+            if size is not None and amount > size:
                 raise HeadraceError(
                     "request_exceeds_limit",
-                    f"The request needs {amount} of the limit of {size} {name}; it can never be admitted. "
+                    f"The request needs {amount} of the limit of {size} {NAMES[field]}; it can never be admitted. "
                     "Shorten the prompt or lower the maximum output.",
                 )
-        for name, bucket, size, amount in demands:
+        for field, bucket, amount in buckets:
             wait = bucket.wait_ms(amount, now_ms)
             if wait > 0:
                 raise HeadraceError(
                     "rate_limit_exceeded",
-                    f"The limit of {size} {name} is reached: the request needs {amount}, "
+                    f"The limit of {bucket.size} {NAMES[field]} is reached: the request needs {amount}, "
                     f"{max(0, math.floor(bucket.level(now_ms)))} are left.",
                     retry_after_s=seconds(wait),
                 )
-        limits = self.limits
-        for name, limit, amount in (
-            ("concurrent requests", limits.concurrency, self.open + 1),
-            ("queued requests", limits.queued_requests, self.waiting + 1),
-            ("queued tokens", limits.queued_tokens, self.waiting_tokens + cost.total),
-        ):
-            if limit is not None and amount > limit:
+        for field, limit, taken, amount in counts:
+            if limit is not None and taken + amount > limit:
                 raise HeadraceError(
                     "rate_limit_exceeded",
-                    f"The limit of {limit} {name} is reached.",
+                    f"The limit of {limit} {NAMES[field]} is reached.",
                     retry_after_s=seconds(turnover_ms),
                 )
 

@@ -17,6 +17,7 @@ from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch, Outcome
 from contracts.messages.control import (
+    SERVICE_FAULTS,
     WITHDRAWN,
     CancelAnswer,
     CancelAttempt,
@@ -330,6 +331,9 @@ class World:
         envelope = item.request if item is not None else None
         if envelope is None:
             return
+        callers_doing = outcome == "completed" or (
+            outcome == "cancelled" and more.get("error_message") not in SERVICE_FAULTS
+        )
         won = self.store_attempt(
             AttemptEvent(
                 request_id=progress.request_id,
@@ -349,6 +353,7 @@ class World:
                 admitted_at_ms=envelope.admitted_at_ms,
                 prompt_tokens=progress.prompt_tokens,
                 completion_tokens=progress.completion_tokens,
+                spent_input_tokens=envelope.prompt_tokens if callers_doing else 0,
                 **more,
             )
         )

@@ -37,7 +37,7 @@ class Level:
         self.full_at_ms = 0.0
 
     def take(self, amount: float, now_ms: int) -> None:
-        if self.size is not None:
+        if self.size:  # One of 0 stays there.
             self.full_at_ms = max(self.full_at_ms, now_ms) + amount * MINUTE_MS / self.size
 
     def resize(self, size: int | None, now_ms: int) -> None:
@@ -112,7 +112,7 @@ class TokenLedger:
         known = self._ended.get(end.request_id)
         self._ended[end.request_id] = end
         if core.recovering and end != known and end.request_id not in self._open and _has_used(end):
-            used = Amounts(1, end.prompt_tokens, end.completion_tokens)
+            used = Amounts(1, end.spent_input_tokens, end.completion_tokens)
             self._take(end.tenant, used.times(_left(end.admitted_at_ms, now_ms)), now_ms)
 
     def _settle(self, request_id: str, now_ms: int) -> None:
@@ -120,7 +120,7 @@ class TokenLedger:
         end = self._ended.get(request_id)
         back = cost if end is None else cost._replace(requests=0)
         if end is not None and _has_used(end):
-            back = Amounts(0, cost.input - end.prompt_tokens, cost.output - end.completion_tokens)
+            back = Amounts(0, cost.input - end.spent_input_tokens, cost.output - end.completion_tokens)
         self._take(tenant, back.times(-1), now_ms)
 
     def _check(self, core: Core, now_ms: int) -> None:
@@ -132,13 +132,13 @@ class TokenLedger:
                 assert bucket.size == level.size
                 if level.size is not None:
                     held, due = bucket.level(now_ms), level.at(now_ms)
-                    assert abs(held - due) < 1e-6 * level.size, (
+                    assert abs(held - due) <= 1e-6 * level.size, (
                         f"{tenant}: the bucket of {level.size} has {held}, not {due}"
                     )
 
 
 def _has_used(end: AttemptEvent) -> bool:
-    return end.outcome in ("completed", "cancelled") and end.prompt_tokens + end.completion_tokens > 0
+    return end.spent_input_tokens > 0
 
 
 def _left(admitted_at_ms: int, now_ms: int) -> float:

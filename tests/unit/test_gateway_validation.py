@@ -8,7 +8,7 @@ import pytest
 
 from contracts.errors import TABLE, HeadraceError
 from contracts.messages.base import Endpoint
-from contracts.messages.records import Manifest
+from contracts.messages.records import Manifest, TenantLimits
 from gateway.apis import json_limits
 from gateway.apis.api import ValidBody
 from gateway.apis.table import APIS
@@ -18,6 +18,7 @@ SIMULATED = Manifest(name="m", version="1", engine="simulated", context=4096, de
 REAL = Manifest(name="m", version="1", engine="vllm", context=4096, default_output_tokens=16)
 BASE: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
+UNLIMITED = TenantLimits()
 
 
 CHAT, COMPLETIONS = APIS["chat/completions"], APIS["completions"]
@@ -355,7 +356,7 @@ def test_simulate_is_for_the_simulated_engine_alone() -> None:
 
 def test_a_scripted_answer_states_its_length() -> None:
     valid = check(BASE | {"simulate": {"tokens": ["a"] * 40}})
-    assert output_limit(CHAT, SIMULATED, [5], valid) == 40
+    assert output_limit(CHAT, SIMULATED, UNLIMITED, [5], valid) == 40
 
 
 # The context -----------------------------------------------------------------------------------------------
@@ -365,22 +366,47 @@ def test_a_scripted_answer_states_its_length() -> None:
 def test_c35_what_does_not_fit_is_refused_with_both_numbers(prompt: int, asked: int | None) -> None:
     valid = check(BASE | {"max_tokens": asked})
     with pytest.raises(HeadraceError) as caught:
-        output_limit(CHAT, SIMULATED, [prompt], valid)
+        output_limit(CHAT, SIMULATED, UNLIMITED, [prompt], valid)
     assert caught.value.code == "context_length_exceeded"
     assert "4096" in caught.value.message
     assert str(prompt) in caught.value.message
 
 
 def test_the_default_limit_shrinks_to_the_room_that_is_left() -> None:
-    assert output_limit(CHAT, SIMULATED, [4090], check(BASE)) == 6
-    assert output_limit(CHAT, SIMULATED, [10], check(BASE)) == 16
-    assert output_limit(COMPLETIONS, SIMULATED, [10, 4095], check(TEXT, "completions")) == 1
-    assert output_limit(CHAT, SIMULATED, [4000], check(BASE | {"max_tokens": 96})) == 96
+    assert output_limit(CHAT, SIMULATED, UNLIMITED, [4090], check(BASE)) == 6
+    assert output_limit(CHAT, SIMULATED, UNLIMITED, [10], check(BASE)) == 16
+    assert output_limit(COMPLETIONS, SIMULATED, UNLIMITED, [10, 4095], check(TEXT, "completions")) == 1
+    assert output_limit(CHAT, SIMULATED, UNLIMITED, [4000], check(BASE | {"max_tokens": 96})) == 96
+
+
+@pytest.mark.parametrize(
+    ("limits", "choices", "expected"),
+    [
+        (TenantLimits(output_tpm=10), 1, 10),
+        (TenantLimits(output_tpm=10), 3, 3),
+        (TenantLimits(output_tpm=100), 1, 16),
+        (TenantLimits(queued_tokens=25), 1, 5),
+        (TenantLimits(output_tpm=2), 3, 1),
+        (TenantLimits(output_tpm=0), 1, 1),
+        (TenantLimits(queued_tokens=20), 1, 1),
+    ],
+)
+def test_d10_the_default_limit_shrinks_to_what_the_tenants_limits_can_ever_hold(
+    limits: TenantLimits, choices: int, expected: int
+) -> None:
+    """One at least: what cannot have that is refused by its limit's name, and not answered with nothing."""
+    assert output_limit(CHAT, SIMULATED, limits, [20], check(BASE | {"n": choices})) == expected
+    assert output_limit(CHAT, SIMULATED, limits, [20], check(BASE | {"n": choices, "max_tokens": 500})) == 500
+
+
+def test_d10_a_scripted_answer_is_cut_where_a_limit_ends_it() -> None:
+    valid = check(BASE | {"simulate": {"tokens": ["a"] * 40}})
+    assert output_limit(CHAT, SIMULATED, TenantLimits(output_tpm=30), [5], valid) == 30
 
 
 def test_a_prompt_without_tokens_is_refused() -> None:
     with pytest.raises(HeadraceError, match="no tokens"):
-        output_limit(COMPLETIONS, SIMULATED, [3, 0], check(TEXT, "completions"))
+        output_limit(COMPLETIONS, SIMULATED, UNLIMITED, [3, 0], check(TEXT, "completions"))
 
 
 def test_large_and_exact_numbers_survive() -> None:

@@ -7,7 +7,14 @@ import pytest
 
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch
-from contracts.messages.control import CancelAttempt, CancelRequest, ControlAnswer, Progress, StreamOwnerHeartbeat
+from contracts.messages.control import (
+    CancelAttempt,
+    CancelReason,
+    CancelRequest,
+    ControlAnswer,
+    Progress,
+    StreamOwnerHeartbeat,
+)
 from contracts.messages.frames import ErrorData, LostData
 from contracts.messages.records import TenantLimits, TenantRecord
 from scheduler.core import events
@@ -113,6 +120,94 @@ def test_a_refused_request_charges_nothing(kind: str) -> None:
         quota.output_bucket.level(made.now),
         made.core.admission.reserved_tokens,
     )
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        (TenantLimits(rpm=0), "requests per minute"),
+        (TenantLimits(input_tpm=0), "input tokens per minute"),
+        (TenantLimits(output_tpm=0), "output tokens per minute"),
+        (TenantLimits(concurrency=0), "concurrent requests"),
+        (TenantLimits(queued_requests=0), "queued requests"),
+        (TenantLimits(queued_tokens=0), "queued tokens"),
+    ],
+)
+def test_e07_a_limit_of_0_says_so_and_nothing_of_the_prompt(limits: TenantLimits, said: str) -> None:
+    made = World()
+    made.feed(events.TenantChanged("t2", TenantRecord(name="t2", limits=limits)))
+    answer = made.answers[made.submit(tenant="t2")]
+    assert (answer.admitted, answer.code, answer.retry_after_s) == (False, "permission_denied", None)
+    assert f"limit of {said} for this model is 0" in answer.message and "prompt" not in answer.message
+    if limits.output_tpm == 0:  # What asks for no output needs none of it.
+        assert made.answers[made.submit(tenant="t2", max_output_tokens=0)].admitted
+    made.feed(events.TenantChanged("t2", TenantRecord(name="t2")))
+    assert made.answers[made.submit(tenant="t2")].admitted, "lifted at once"
+
+
+def test_what_never_fits_the_tenants_share_of_the_queue_is_told_so() -> None:
+    made = World()
+    made.feed(events.TenantChanged("t2", TenantRecord(name="t2", limits=TenantLimits(queued_tokens=100))))
+    answer = made.answers[made.submit(tenant="t2", prompt_tokens=95)]
+    assert answer.code == "request_exceeds_limit" and "100 queued tokens" in answer.message
+
+
+def left_before_a_token(made: World, reason: CancelReason, *, dispatched: bool = True) -> str:
+    """A request of ``t1`` with 2,000 prompt tokens whose caller leaves while its worker reads the prompt."""
+    worker = made.ready_worker() if dispatched else None
+    request_id = made.submit(tenant="t1", prompt_tokens=2000)
+    made.run_pending()
+    if worker is not None:
+        made.pull(worker)
+    made.feed(events.CancelAsked("t1", CancelRequest(request_id=request_id, reason=reason), None))
+    made.run_pending()
+    assert made.core.tombstones.ended(request_id) is not None
+    return request_id
+
+
+@pytest.mark.parametrize("reason", ["client_disconnected", "client_cancelled", "slow_reader"])
+def test_d01_who_leaves_before_the_first_token_has_spent_the_prompt(reason: CancelReason) -> None:
+    made = World()
+    left_before_a_token(made, reason)
+    quota = made.core.admission.quotas["t1"]
+    assert quota.input_bucket.level(made.now) == 20_000 - 2000
+    assert quota.output_bucket.level(made.now) == 5000, "what was never generated comes back"
+    assert made.core.queue.shares["t1"].counter == 2000
+
+
+@pytest.mark.parametrize("reason", ["gateway_lost", "shutdown", "relay_failed", "publish_unconfirmed"])
+def test_d01_what_the_service_ended_is_given_back(reason: CancelReason) -> None:
+    made = World()
+    left_before_a_token(made, reason)
+    assert made.core.admission.quotas["t1"].input_bucket.level(made.now) == 20_000
+    assert made.core.queue.shares["t1"].counter == 0
+
+
+def test_d01_who_leaves_the_queue_has_spent_nothing() -> None:
+    made = World()
+    left_before_a_token(made, "client_disconnected", dispatched=False)
+    assert made.core.admission.quotas["t1"].input_bucket.level(made.now) == 20_000
+
+
+def test_d01_an_attempt_that_its_worker_never_had_is_spent_by_who_left_it() -> None:
+    """The scheduler stores that end itself: a caller that is quick enough must not be free of it."""
+    made = World()
+    made.ready_worker()
+    request_id = made.submit(tenant="t1", prompt_tokens=2000)
+    made.run_pending()
+    made.feed(events.CancelAsked("t1", CancelRequest(request_id=request_id), None))
+    made.run_pending()
+    assert made.attempts[request_id, 1].reporter == "scheduler"
+    assert made.core.admission.quotas["t1"].input_bucket.level(made.now) == 20_000 - 2000
+
+
+def test_d01_a_new_owner_knows_what_was_spent() -> None:
+    made = World()
+    left_before_a_token(made, "client_disconnected")
+    made.takeover()
+    elapsed_ms = made.now - 1_000_000
+    level = made.core.admission.quotas["t1"].input_bucket.level(made.now)
+    assert level == pytest.approx(min(20_000, 18_000 + 20_000 * elapsed_ms / 60_000))
 
 
 def test_a_request_larger_than_a_bucket_is_told_which_limit() -> None:

@@ -8,7 +8,7 @@ from contracts.tokens import reserved
 from scheduler.core import outcomes as scheduler_outcomes
 from scheduler.core.request import Request
 from worker.core import outcomes as worker_outcomes
-from worker.engines.base import Counts
+from worker.engines.base import Counts, EngineFailure
 
 CASES = [
     pytest.param(10, 20, 1, 30, id="one answer"),
@@ -55,3 +55,33 @@ def test_both_writers_of_events_name_the_same_reservation(prompt: int, output: i
         Request(request), 1, "expired", "deadline_exceeded", "late", version="v1", worker_died=False, now_ms=1
     )
     assert ours.reserved_tokens == theirs.reserved_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("outcome", "kept"),
+    [
+        (worker_outcomes.COMPLETED, True),
+        (worker_outcomes.cancelled("client_disconnected"), True),
+        (worker_outcomes.cancelled("slow_reader"), True),
+        (worker_outcomes.cancelled("gateway_lost"), False),
+        (worker_outcomes.failed(EngineFailure("invalid_request", "no such thing")), True),
+        (worker_outcomes.failed(EngineFailure("engine_error", "broken")), False),
+        (worker_outcomes.engine_lost("dead"), False),
+        (worker_outcomes.SHUTTING_DOWN, False),
+        (worker_outcomes.NO_ENGINE, False),
+        (worker_outcomes.STALLED, False),
+    ],
+)
+def test_d01_limits_keep_the_prompt_of_what_its_caller_ended(
+    outcome: worker_outcomes.AttemptOutcome, kept: bool
+) -> None:
+    """Before any token, so that nothing is billed but what completed."""
+    item = WorkItem(
+        epoch=Epoch(1, 1), attempt=1, version="v1", worker="w", dispatched_at_ms=5, request=envelope(700, 20, 1)
+    )
+    event = worker_outcomes.terminal_event(
+        item, Counts(), outcome, worker="w", frames=0, chunks=0, pulled_at_ms=0, now_ms=1
+    )
+    assert event.spent_input_tokens == (700 if kept else 0)
+    assert scheduler_outcomes.used(event).input_tokens == event.spent_input_tokens
+    assert event.billable == (outcome is worker_outcomes.COMPLETED)

@@ -34,6 +34,11 @@ class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
     billable: bool = True
     """Whether the caller pays for what was generated, where the kind of the outcome is paid for at all."""
 
+    @property
+    def by_caller(self) -> bool:
+        """Whether its end is the caller's own doing: it got what it asked for, left, or asked for what cannot be."""
+        return self.billable and (self.kind == "completed" or TABLE[self.code].status < 500)
+
 
 COMPLETED = AttemptOutcome(kind="completed")
 SHUTTING_DOWN = AttemptOutcome(
@@ -121,6 +126,7 @@ def terminal_event(
         billable=paid_for and outcome.billable,
         reasoning_tokens=counts.reasoning_tokens,
         reserved_tokens=reserved_tokens(request),
+        spent_input_tokens=request.prompt_tokens if outcome.by_caller and not retryable else 0,
         last_seq=frames - 1 if retryable else frames,
         admitted_at_ms=request.admitted_at_ms,
         dispatched_at_ms=item.dispatched_at_ms,
