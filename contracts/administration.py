@@ -132,11 +132,9 @@ class Administration:
         return record.changed.after
 
     async def remove_model(self, name: str) -> None:
-        """Remove a model and its versions."""
+        """Take a model out of service: nothing new is admitted, and what was admitted goes on to its end."""
         async with self._recorded("models.remove", name) as record:
-            model = await registry.model(self._bus, name)
-            await registry.remove_model(self._bus, name)
-            record.changed = registry.Changed(model, None)
+            record.changed = await registry.remove_model(self._bus, name)
 
     def _permit(self, scopes: Iterable[Scope]) -> None:
         """Nobody gives away, or manages, what it may not do itself. Raises HeadraceError."""

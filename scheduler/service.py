@@ -88,7 +88,8 @@ class Scheduler:
                 )
                 await lease.acquire()
                 try:
-                    await self._serve_term(model, lease)
+                    if await self._serve_term(model, lease):
+                        await registry.forget_removed(self._bus, model)
                 except (BusError, TimeoutError) as error:
                     log.warning("term_failed", model=model, reason=str(error))
                 finally:
@@ -99,7 +100,8 @@ class Scheduler:
                 self._broken.set_exception(error)
             raise
 
-    async def _serve_term(self, model: str, lease: Lease) -> None:
+    async def _serve_term(self, model: str, lease: Lease) -> bool:
+        """Whether the model was removed and nothing of it is left to do."""
         term = Term(self._bus, self._config, model, self._models[model], lease)
         for name, record in self._tenants.items():
             term.feed(events.TenantChanged(name, record))
@@ -107,6 +109,7 @@ class Scheduler:
             term.feed(seen)
         self._terms[model] = term
         await term.run()
+        return term.core.over
 
     def _on_model(self, key: str, entry: KvEntry | None) -> None:
         if entry is None:

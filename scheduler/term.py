@@ -70,25 +70,30 @@ class Term:
         )
         self._recovery = Recovery(bus, lease, self.core, self._effects, self.feed)
         self._over = False
+        self._finished = asyncio.Event()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
-        """Serve until the lease is lost; raises BusError, TimeoutError when a stream stands still, what broke."""
+        """Serve until the lease is lost or a removed model's last request has ended.
+
+        Raises BusError, TimeoutError when a stream stands still, what broke.
+        """
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._effects.close)
             keeping = asyncio.create_task(self._lease.keep())
             serving = asyncio.create_task(self._serve(stack))
+            finished = asyncio.create_task(self._finished.wait())
             try:
-                waiting: set[asyncio.Future[Any]] = {keeping, serving, self._failed}
+                waiting: set[asyncio.Future[Any]] = {keeping, serving, finished, self._failed}
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for ended in (self._failed, serving):
                     if ended.done():
                         ended.result()
             finally:
                 self._over = True
-                for task in (keeping, serving):
+                for task in (keeping, serving, finished):
                     task.cancel()
-                await asyncio.gather(keeping, serving, return_exceptions=True)
+                await asyncio.gather(keeping, serving, finished, return_exceptions=True)
                 log.info("model_released", model=self.core.model)
 
     async def _serve(self, stack: AsyncExitStack) -> None:
@@ -120,6 +125,8 @@ class Term:
         try:
             for effect in self.core.step(event, self._lease.clock.now_ms()):
                 self._effects.perform(effect)
+            if self.core.over:
+                self._finished.set()
         except Exception as error:
             self._fail(error)
 

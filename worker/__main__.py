@@ -1,5 +1,10 @@
-"""``python -m worker``: one worker process, configured by ``HEADRACE_*`` variables."""
+"""``python -m worker``: one worker process, configured by ``HEADRACE_*`` variables.
 
+SIGTERM stops it within its grace time; SIGUSR1 once what it runs has ended, however long that takes.
+"""
+
+import asyncio
+import signal
 import sys
 
 from contracts.bus import Bus
@@ -13,7 +18,9 @@ async def build(config: WorkerConfig, bus: Bus) -> Worker:
     """A worker of the model, once the model has a manifest."""
     record, manifest = await await_manifest(bus, config.model, config.version)
     overbooking = record.limits.kv_overbooking
-    return Worker(bus, config, manifest, lambda: table.build(config, manifest), kv_overbooking=overbooking)
+    worker = Worker(bus, config, manifest, lambda: table.build(config, manifest), kv_overbooking=overbooking)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, worker.leave)
+    return worker
 
 
 if __name__ == "__main__":

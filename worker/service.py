@@ -84,13 +84,20 @@ class Worker:
         self._generations = Generations(bus, self._supervisor, self._step)
         self._heartbeats = Heartbeats(bus, manifest, self._core, self._supervisor)
         self._stopping = asyncio.Event()
+        self._hurried = False
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._emptied = asyncio.Event()
         self._deliveries: dict[int, Incoming] = {}
         self._acks: set[asyncio.Task[None]] = set()
 
     def stop(self) -> None:
-        """Drain, then return from ``run``."""
+        """Drain within the grace time, then return from ``run``."""
+        self._hurried = True
+        self._stopping.set()
+        self._emptied.set()
+
+    def leave(self) -> None:
+        """Take nothing more, and return from ``run`` once what runs has ended; ``stop`` still limits that."""
         self._stopping.set()
 
     def not_ready(self) -> str:
@@ -139,6 +146,7 @@ class Worker:
     async def _drain(self) -> None:
         self._step(events.DrainStarted())
         _log.info("draining", in_flight=len(self._core.attempts))
+        await self._until_empty(None, patiently=True)
         await self._until_empty(self._config.grace_s)
         self._step(events.GraceEnded())
         await self._until_empty(LAST_S)
@@ -148,10 +156,10 @@ class Worker:
         if left := len(self._core.attempts):
             _log.error("left_behind", in_flight=left)
 
-    async def _until_empty(self, seconds: float) -> None:
+    async def _until_empty(self, seconds: float | None, *, patiently: bool = False) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self._core.attempts or self._acks:
+                while (self._core.attempts or self._acks) and not (patiently and self._hurried):
                     self._emptied.clear()
                     await self._emptied.wait()
 

@@ -25,6 +25,7 @@ from compose.cli import (
     tenant,
     up,
     usage,
+    worker,
 )
 from compose.stack.data_dir import ComposeError
 from contracts.errors import HeadraceError
@@ -45,6 +46,7 @@ GROUPS = {
     "tenant": tenant.app,
     "key": key.app,
     "model": model.app,
+    "worker": worker.app,
     "quarantine": quarantine.app,
     "price": price.app,
     "ledger": dead_letters.app,

@@ -7,6 +7,8 @@ import msgspec
 import typer
 
 from compose.cli.common import DataDirOption, JsonOption, administer, names, on_bus, show, table
+from compose.cli.worker import WithinOption, ask, is_local
+from compose.stack.control import WITHIN_S
 from compose.stack.data_dir import Engine, Target
 
 if TYPE_CHECKING:
@@ -70,6 +72,24 @@ def model_add(
 
     on_bus(data_dir, enter)
     show(manifest, f"model {manifest.name} {manifest.version}", as_json=as_json)
+
+
+@app.command("remove")
+def model_remove(
+    name: str, within_s: WithinOption = WITHIN_S, data_dir: DataDirOption = None, as_json: JsonOption = False
+) -> None:
+    """Take a model out of service: new requests get 404 at once, those that wait or run go on to their end.
+
+    Its workers in the stack that runs here stop after that; others are for whoever runs them.
+    """
+    from compose.stack.control import RemoveModel
+
+    if is_local(data_dir):
+        for note in ask(data_dir, RemoveModel(name, within_s)).notes:
+            print(f"note: {note}", file=sys.stderr)
+    else:
+        administer(data_dir, lambda do: do.remove_model(name))
+    show({"removed": name}, f"model {name} removed", as_json=as_json)
 
 
 @app.command("limits")

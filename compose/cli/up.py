@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from compose.stack.data_dir import Engine, Options, default_data_dir
+from compose.stack.data_dir import ComposeError, Engine, Options, default_data_dir
 
 
 def up(
     engine: Annotated[Engine, typer.Option(help="Engine of the workers.")] = "vllm",
     model: Annotated[list[str] | None, typer.Option(help="Model to serve; may be repeated.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Workers of each model.")] = 1,
+    workers: Annotated[str, typer.Option(help="Workers of each model, or such as a=2,b=1.")] = "1",
     gateways: Annotated[int, typer.Option(min=1, help="Gateways, which share the port.")] = 1,
     schedulers: Annotated[int, typer.Option(min=1, help="Schedulers.")] = 1,
     host: Annotated[str, typer.Option(help="Address that the gateways listen on.")] = "127.0.0.1",
@@ -34,11 +34,17 @@ def up(
     """Start everything on this machine and keep it up until Ctrl-C."""
     from compose.stack.manifest import default_model
     from compose.stack.up import run
+    from compose.stack.workers import counts
 
+    models = tuple(dict.fromkeys(model or [default_model(engine)]))
+    try:
+        of_each = counts(workers, models)
+    except ComposeError as error:
+        raise typer.BadParameter(str(error)) from error
     options = Options(
         engine=engine,
-        models=tuple(dict.fromkeys(model or [default_model(engine)])),
-        workers=workers,
+        models=models,
+        workers=of_each,
         gateways=gateways,
         schedulers=schedulers,
         host=host,

@@ -36,7 +36,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: Engine
     models: tuple[str, ...]
-    workers: int
+    workers: tuple[int, ...]
+    """Of each model."""
     gateways: int
     schedulers: int
     host: str
@@ -93,6 +94,8 @@ class DataDir:
         self.seeds = self.nats / "seeds"
         self.ledger = self.path / "ledger"
         self.run = self.path / "run.json"
+        self.control = self.path / "control.sock"
+        """Where a running stack hears commands (compose.stack.control)."""
         self.sql = self.path / "sql.json"
         self.secret_files = self.path / "secrets"
         """Directory of what the services read, a file a secret."""

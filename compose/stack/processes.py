@@ -51,6 +51,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     log: Path
     probe: Probe
     grace_s: float
+    metrics_url: str = ""
 
 
 class Restarts:
@@ -81,6 +82,10 @@ class Child:
         self.ready = asyncio.Event()
         self.reason = "starting"
         self.task: asyncio.Task[None] | None = None
+        self.leaving = False
+        """It is not started again."""
+        self.lost = ""
+        """Why it cannot be kept up, once that is so."""
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -115,9 +120,10 @@ class Child:
         self._process.wait()
         self.exited.set()
 
-    def terminate(self) -> None:
+    def send(self, number: signal.Signals) -> None:
+        """A signal, to the process alone."""
         if self._process is not None and not self.exited.is_set():
-            self._process.terminate()
+            self._process.send_signal(number)
 
     def kill(self) -> None:
         """Kill the process and its group."""
@@ -153,16 +159,24 @@ class Supervisor:
     """Keeps children up until ``stop``; calls ``restarted`` with each child that was started again, ``say`` with
     news for people.
 
-    ``failed`` resolves with the reason when a child cannot be kept up.
+    ``failed`` resolves with the reason when a child cannot be kept up without which the others are of no use;
+    ``dispensable`` says of which that is not so.
     """
 
-    def __init__(self, *, restarted: Callable[[Child], None], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        *,
+        restarted: Callable[[Child], None],
+        say: Callable[[str], None],
+        dispensable: Callable[[Child], bool] = lambda _: False,
+    ) -> None:
         self.children: list[Child] = []
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.hurry = asyncio.Event()
         """Set: stop without any grace."""
         self._restarted = restarted
         self._say = say
+        self._dispensable = dispensable
         self._stopping = asyncio.Event()
         self._logs = asyncio.get_running_loop().create_task(self._keep_logs_small(), name="logs")
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
@@ -179,8 +193,24 @@ class Supervisor:
         return [child for child in self.children if child.spec.role == role]
 
     async def wait_ready(self, children: Iterable[Child]) -> None:
-        """Returns when each of ``children`` has been ready in its present life."""
+        """Returns when each of ``children`` has been ready in its present life; never for one that is lost."""
         await asyncio.gather(*(child.ready.wait() for child in children))
+
+    async def remove(self, child: Child, patience_s: float) -> None:
+        """Stop one for good. It is asked to leave first (SIGUSR1), and has so long for it before it is stopped."""
+        child.leaving = True
+        if child.pid is not None:
+            child.send(signal.SIGUSR1)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(child.exited.wait(), patience_s)
+        await self._stop(child)
+        self._forget(child)
+
+    def _forget(self, child: Child) -> None:
+        if child in self.children:
+            self.children.remove(child)
+        if child.task is not None:
+            child.task.cancel()
 
     async def stop(self, roles: Sequence[Role]) -> None:
         """Stop everything, one role after the other; nothing runs afterwards."""
@@ -196,7 +226,7 @@ class Supervisor:
     async def _stop(self, child: Child) -> None:
         if child.pid is None:
             return
-        child.terminate()
+        child.send(signal.SIGTERM)
         ends = [asyncio.create_task(child.exited.wait()), asyncio.create_task(self.hurry.wait())]
         await asyncio.wait(ends, timeout=child.spec.grace_s, return_when=asyncio.FIRST_COMPLETED)
         for end in ends:
@@ -224,7 +254,7 @@ class Supervisor:
             probing = asyncio.create_task(_watch(child))
             await child.exited.wait()
             probing.cancel()
-            if self._stopping.is_set():
+            if self._stopping.is_set() or child.leaving:
                 return
             was_ready = child.ready.is_set()
             delay_s = restarts.after(time.monotonic() - started_s, was_ready)
@@ -237,15 +267,19 @@ class Supervisor:
             child.ready.clear()
             self._say(f"{child.spec.name} {child.ending}; starting it again in {delay_s:g} s")
             await asyncio.sleep(delay_s)
-            if self._stopping.is_set():
+            if self._stopping.is_set() or child.leaving:
                 return
             child.spawn()
             self._restarted(child)
 
     def _give_up(self, child: Child, reason: str) -> None:
-        if not self.failed.done():
-            tail = "\n".join(f"  {line}" for line in last_lines(child.spec.log))
-            self.failed.set_result(f"{child.spec.name} {reason}; the end of its log ({child.spec.log}):\n{tail}")
+        tail = "\n".join(f"  {line}" for line in last_lines(child.spec.log))
+        child.lost = f"{child.spec.name} {reason}; the end of its log ({child.spec.log}):\n{tail}"
+        if self._dispensable(child):
+            self._say(f"{child.lost}\nthe others go on without it")
+            self._forget(child)
+        elif not self.failed.done():
+            self.failed.set_result(child.lost)
 
 
 def rotate(log: Path) -> None:

@@ -11,12 +11,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from compose.stack import nats_config, tenant_users
+from compose.stack.changes import Changes
+from compose.stack.control import ControlServer
 from compose.stack.data_dir import (
     ROLES,
     ComposeError,
@@ -29,12 +34,14 @@ from compose.stack.data_dir import (
     write_private,
 )
 from compose.stack.manifest import make_manifest
+from compose.stack.nats_system import Servers
 from compose.stack.ports import Ports
 from compose.stack.probes import http_reason, nats_reason
 from compose.stack.processes import Child, Probe, Spec, Supervisor
-from compose.stack.records import operator
+from compose.stack.records import operator, queue
 from compose.stack.seeds import SYSTEM, Seeds
 from compose.stack.terminal import Terminal, quiet_logs
+from compose.stack.workers import Workers
 from contracts import registry, topology
 from contracts.administration import Administration
 from contracts.bus import Bus, BusError, Credentials
@@ -46,6 +53,7 @@ from contracts.permissions import OPERATOR
 
 START_LIMIT_S = 900.0
 """Until everything is ready; a cold disk and a large model take minutes. A guess."""
+LOOK_S = 0.05
 RESTORE_S = 1.0
 """Between two tries to enter the records again."""
 GRACE_S: dict[Role, float] = {"gateway": 35.0, "worker": 35.0, "scheduler": 5.0, "ledger": 15.0, "nats": 5.0}
@@ -53,8 +61,6 @@ GRACE_S: dict[Role, float] = {"gateway": 35.0, "worker": 35.0, "scheduler": 5.0,
 DEMO_TENANT = "demo"
 SQL_USER = "analyst"
 ADMIN_TENANT = "admin"
-_OMP_BIND = "VLLM_CPU_OMP_THREADS_BIND"
-"""Cores of a vLLM worker: one each, measured better than sharing them; the environment may say otherwise."""
 _SECRETS = {"HEADRACE_NATS_URL", "HEADRACE_PEPPER", "HEADRACE_CLICKHOUSE_URL", "HEADRACE_SQL_PASSWORD"}
 
 
@@ -114,6 +120,19 @@ async def _run(make: "Callable[[], Stack]", terminal: Terminal) -> int:
     return 1 if failed else 0
 
 
+def _is_worker(child: Child) -> bool:
+    return child.spec.role == "worker"
+
+
+async def _await_worker(bus: Bus, model: str) -> None:
+    """Until the model's owner knows of a worker that is ready."""
+    while True:
+        with suppress(BusError):
+            if any(worker.state == "ready" for worker in (await queue(bus, model)).workers):
+                return
+        await asyncio.sleep(LOOK_S)
+
+
 class Stack:
     """The processes of one ``headrace up`` and where they are reached."""
 
@@ -126,7 +145,19 @@ class Stack:
         manifests: list[Manifest],
         terminal: Terminal,
     ) -> None:
-        self.supervisor = Supervisor(restarted=self._restarted, say=terminal.say)
+        self.supervisor = Supervisor(
+            restarted=self._restarted, say=terminal.say, dispensable=lambda child: self._served and _is_worker(child)
+        )
+        self._workers = Workers(options, self.supervisor, partial(self._add_service, "worker"))
+        changes = Changes(
+            self._workers,
+            self.supervisor,
+            bus=self._bus,
+            admit=self._admit,
+            changed=self._write_run,
+            forget=self._forget_model,
+        )
+        self._control = ControlServer(directory.control, changes.perform)
         self._options = options
         self._directory = directory
         self._ports = ports
@@ -138,7 +169,6 @@ class Stack:
         self._seeds = Seeds(directory.seeds)
         self._sql = ""
         self._gateway_ports = [ports.free(shared=True) for _ in range(options.gateways)]
-        self._metrics: dict[str, list[str]] = {}
         self._served = False
         self._restoring: asyncio.Task[None] | None = None
         self._following: asyncio.Task[NoReturn] | None = None
@@ -153,6 +183,7 @@ class Stack:
             if starting.done():
                 starting.result()
                 self._served = True
+                await self._control.start()
                 if self._sql:
                     self._directory.write_sql(f"http://{self._sql}", SQL_USER, self._secrets.sql_password)
                 self._write_run()
@@ -166,6 +197,7 @@ class Stack:
 
     async def stop(self) -> None:
         self._served = False
+        await self._control.close()
         self._directory.remove_run()
         for task in (self._restoring, self._following):
             if task:
@@ -184,8 +216,9 @@ class Stack:
             self._following = asyncio.create_task(following)
         for index in range(self._options.schedulers):
             self._add_service("scheduler", index, {"HEADRACE_PEPPER_FILE": str(self._directory.pepper)})
-        for index in range(self._options.workers * len(self._manifests)):
-            self._add_worker(index, self._manifests[index // self._options.workers])
+        for manifest, count in zip(self._manifests, self._options.workers, strict=True):
+            for _ in range(count):
+                self._workers.add(manifest.name)
         for index, port in enumerate(self._gateway_ports):
             self._add_gateway(index, port)
         clickhouse = self._options.clickhouse_url or f"chdb://{self._directory.ledger}"
@@ -194,8 +227,8 @@ class Stack:
         await self._wait_ready()
 
     async def _wait_ready(self) -> None:
-        """Until every child is ready; shows what is waited for once it takes longer than people expect."""
-        waiting = asyncio.create_task(self.supervisor.wait_ready(self.supervisor.children))
+        """Until every model is served; shows what is waited for once it takes longer than people expect."""
+        waiting = asyncio.create_task(self._every_model_served())
         shown = ""
         try:
             while not (await asyncio.wait([waiting], timeout=1.0))[0]:
@@ -206,36 +239,61 @@ class Stack:
             waiting.cancel()
             self._terminal.show("")
 
+    async def _every_model_served(self) -> None:
+        await self.supervisor.wait_ready(self.supervisor.children)
+        async with self._bus() as bus:
+            for manifest in self._manifests:
+                await _await_worker(bus, manifest.name)
+
     def _waiting_for(self) -> str:
         unready = [child for child in self.supervisor.children if not child.ready.is_set()]
         reasons = [f"{child.spec.name} ({child.reason or 'starting'})" for child in unready]
-        return ", ".join(reasons) or "records on the bus"
+        return ", ".join(reasons) or "schedulers and records on the bus"
+
+    @asynccontextmanager
+    async def _bus(self) -> AsyncIterator[Bus]:
+        """A connection as the operator; raises BusError."""
+        bus = await Bus.connect(self._nats, name=OPERATOR, credentials=self._credentials)
+        try:
+            yield bus
+        finally:
+            await bus.close()
 
     async def _keep_records(self, *, again: bool = False) -> None:
         """Topology, manifests, and the first tenants and keys. ``again``: only what is not there."""
         try:
-            bus = await Bus.connect(self._nats, name=OPERATOR, credentials=self._credentials)
-        except BusError as error:
-            raise ComposeError(str(error)) from error
-        try:
-            for line in await topology.ensure(bus):
-                self._terminal.say(f"note: {line}")
-            do = Administration(bus, operator(), peppers=read_peppers(self._directory.pepper))
-            present = {record.name for record in await registry.models(bus)}
-            wanted = {manifest.name: manifest for manifest in self._manifests}
-            if not again and not self._options.nats_url:
-                for name in present - wanted.keys():
-                    await do.remove_model(name)
-            for name, manifest in wanted.items():
-                if not again or name not in present:
-                    changed = await do.publish(manifest)
-                    if changed.before is None:  # What an operator promoted since stays.
-                        await do.set_stable(name, manifest.version)
-            await self._keep_first_keys(bus, do)
+            async with self._bus() as bus:
+                for line in await topology.ensure(bus):
+                    self._terminal.say(f"note: {line}")
+                do = Administration(bus, operator(), peppers=read_peppers(self._directory.pepper))
+                present = {record.name for record in await registry.models(bus)}
+                wanted = {manifest.name: manifest for manifest in self._manifests}
+                if not again and not self._options.nats_url:
+                    for name in present - wanted.keys():
+                        await do.remove_model(name)
+                for name, manifest in wanted.items():
+                    if not again or name not in present:
+                        changed = await do.publish(manifest)
+                        if changed.before is None:  # What an operator promoted since stays.
+                            await do.set_stable(name, manifest.version)
+                await self._keep_first_keys(bus, do)
         except (BusError, HeadraceError) as error:
             raise ComposeError(f"NATS refused what Headrace keeps there: {error}") from error
-        finally:
-            await bus.close()
+
+    def _forget_model(self, name: str) -> None:
+        self._manifests = [manifest for manifest in self._manifests if manifest.name != name]
+
+    async def _admit(self, users: list[str]) -> None:
+        """Let users onto the bus, where it is our own; raises ComposeError."""
+        if self._options.nats_url:
+            return
+        self._seeds.ensure(users)
+        nats_config.write(self._directory.nats, self._seeds)
+        system = msgspec.structs.replace(self._credentials, seed_file=self._seed_file(SYSTEM))
+        try:
+            await Servers(self._nats, system).reload()
+        except TimeoutError as error:
+            raise ComposeError("the bus does not take new users; its log says why") from error
 
     async def _keep_first_keys(self, bus: Bus, do: Administration) -> None:
         peppers = read_peppers(self._directory.pepper)
@@ -276,23 +334,6 @@ class Stack:
         nats_config.write_server(configuration, listen, self._directory.nats / "store", self._seeds, self._credentials)
         return self._add("nats", 0, [binary, "-c", str(configuration)], {}, lambda: nats_reason("127.0.0.1", port))
 
-    def _add_worker(self, index: int, manifest: Manifest) -> None:
-        options = self._options
-        settings = {"HEADRACE_MODEL": manifest.name}
-        if options.engine == "simulated":
-            settings |= {
-                "HEADRACE_SIM_SLOTS": str(options.sim_slots),
-                "HEADRACE_SIM_KV_TOKENS": str(options.sim_kv_tokens),
-                "HEADRACE_SIM_PREFILL_TPS": str(options.sim_prefill_tps),
-                "HEADRACE_SIM_ITL_MS": str(options.sim_itl_ms),
-                "HEADRACE_SIM_CONTEXT": str(options.sim_context),
-            }
-        else:
-            cores = sorted(os.sched_getaffinity(0))
-            core = str(cores[index % len(cores)])
-            settings[_OMP_BIND] = os.environ.get(_OMP_BIND, core)
-        self._add_service("worker", index, settings)
-
     def _add_gateway(self, index: int, port: int) -> None:
         listen = [f"{self._options.host}:{self._port}", f"127.0.0.1:{port}"]
         self._add_service(
@@ -319,10 +360,9 @@ class Stack:
             "HEADRACE_SQL_PASSWORD_FILE": self._directory.secret_file("sql-password", self._secrets.sql_password),
         }
 
-    def _add_service(self, role: Role, index: int, settings: dict[str, str], probe: Probe | None = None) -> None:
+    def _add_service(self, role: Role, index: int, settings: dict[str, str], probe: Probe | None = None) -> Child:
         metrics_port = self._ports.free()
         address = f"http://127.0.0.1:{metrics_port}"
-        self._metrics.setdefault(role, []).append(f"{address}/metrics")
         settings = settings | {
             "HEADRACE_NATS_URL": self._nats,
             "HEADRACE_NATS_SEED_FILE": self._seed_file(f"{role}-{index}"),
@@ -331,9 +371,11 @@ class Stack:
             "HEADRACE_METRICS_PORT": str(metrics_port),
         }
         command = [sys.executable, "-P", "-m", role]
-        self._add(role, index, command, settings, probe or (lambda: http_reason(address)))
+        return self._add(role, index, command, settings, probe or (lambda: http_reason(address)), f"{address}/metrics")
 
-    def _add(self, role: Role, index: int, command: list[str], settings: dict[str, str], probe: Probe) -> Child:
+    def _add(
+        self, role: Role, index: int, command: list[str], settings: dict[str, str], probe: Probe, metrics_url: str = ""
+    ) -> Child:
         name = "nats" if role == "nats" else f"{role}-{index}"
         log = self._directory.logs / f"{name}.log"
         spec = Spec(
@@ -344,6 +386,7 @@ class Stack:
             log=log,
             probe=probe,
             grace_s=GRACE_S[role],
+            metrics_url=metrics_url,
         )
         return self.supervisor.add(spec)
 
@@ -366,7 +409,7 @@ class Stack:
         counts = {
             "gateway": options.gateways,
             "scheduler": options.schedulers,
-            "worker": options.workers * len(self._manifests),
+            "worker": sum(options.workers),
             "ledger": 1,
         }
         return [f"{role}-{index}" for role, count in counts.items() for index in range(count)]
@@ -391,7 +434,11 @@ class Stack:
                 url=self._url,
                 admin_url=self._admin_url,
                 gateway_urls=[f"{self._scheme}://127.0.0.1:{port}" for port in self._gateway_ports],
-                metrics_urls=self._metrics,
+                metrics_urls={
+                    role: [child.spec.metrics_url for child in self.supervisor.of(role)]
+                    for role in ROLES
+                    if role != "nats"
+                },
                 nats_url=self._nats,
                 nats_seed_file="" if self._options.nats_url else self._seed_file(OPERATOR),
                 key=self._secrets.key,

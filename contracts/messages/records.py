@@ -94,6 +94,8 @@ class ModelRecord(Message, frozen=True, kw_only=True):
     """The version that is served unless a roll-out, a pin or an alias says otherwise."""
     limits: PoolLimits = PoolLimits()
     fallbacks: Annotated[list[Line], FEW] = []
+    removed: bool = False
+    """Nothing new is admitted; its owner deletes the entry once its last request has ended."""
     created_at_ms: int = 0
 
 

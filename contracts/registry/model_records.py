@@ -72,8 +72,17 @@ async def put_version(bus: Bus, manifest: Manifest) -> Changed[Manifest]:
         try:
             await bus.kv.create(topology.MODELS, subjects.encode(manifest.name), encoded(_MODEL, record))
         except WrongSequence:
-            pass  # somebody enters another version of it
+            await _add_again(bus, record)
     return Changed(present, kept)
+
+
+async def _add_again(bus: Bus, record: ModelRecord) -> None:
+    """One that is being removed serves that version now; one that somebody else has just made stays as it is."""
+
+    def change(present: ModelRecord) -> ModelRecord:
+        return msgspec.structs.replace(present, removed=False, stable=record.stable) if present.removed else present
+
+    await change_record(bus, topology.MODELS, record.name, read_model, _MODEL, change, _missing(record.name))
 
 
 async def _keep_version(bus: Bus, manifest: Manifest, present: Manifest | None) -> None:
@@ -120,10 +129,10 @@ async def remove_version(bus: Bus, name: str, version: str) -> None:
 
 
 async def find_model(bus: Bus, name: str) -> ModelRecord | None:
-    """The model's record; None when there is none."""
+    """The model's record; None when there is none, or it is being removed."""
     entry = await bus.kv.get(topology.MODELS, subjects.encode(check_name("model name", name)))
     found = readable(read_model, {} if entry is None else {entry.key: entry})
-    return found[0] if found else None
+    return found[0] if found and not found[0].removed else None
 
 
 async def model(bus: Bus, name: str) -> ModelRecord:
@@ -135,13 +144,39 @@ async def model(bus: Bus, name: str) -> ModelRecord:
 
 
 async def models(bus: Bus) -> list[ModelRecord]:
-    """By name."""
-    return sorted(readable(read_model, await bus.kv.all(topology.MODELS)), key=lambda record: record.name)
+    """Those in service, by name."""
+    found = readable(read_model, await bus.kv.all(topology.MODELS))
+    return sorted((record for record in found if not record.removed), key=lambda record: record.name)
 
 
-async def remove_model(bus: Bus, name: str) -> None:
-    """Remove a model and its versions: it is served no more."""
-    await bus.kv.delete(topology.MODELS, subjects.encode(check_name("model name", name)))
+async def remove_model(bus: Bus, name: str) -> Changed[ModelRecord]:
+    """Take a model out of service: nothing new is admitted, and its owner forgets it once its last request has ended.
+
+    Other models' fallbacks may name it: whoever goes through them passes it by.
+    """
+    present = await model(bus, name)
+
+    def change(record: ModelRecord) -> ModelRecord:
+        return msgspec.structs.replace(record, removed=True)
+
+    await change_record(bus, topology.MODELS, name, read_model, _MODEL, change, _missing(name))
+    return Changed(present, None)
+
+
+async def is_known(bus: Bus, name: str) -> bool:
+    """Whether the model is in service, or was removed and has requests that have not ended."""
+    return await bus.kv.get(topology.MODELS, subjects.encode(name)) is not None
+
+
+async def forget_removed(bus: Bus, name: str) -> None:
+    """Delete a removed model and its versions, unless it was added again meanwhile."""
+    entry = await bus.kv.get(topology.MODELS, subjects.encode(name))
+    if entry is None or not read_model(entry).removed:
+        return
+    try:
+        await bus.kv.delete(topology.MODELS, entry.key, revision=entry.revision)
+    except WrongSequence:
+        return
     for manifest in await versions(bus, name):
         await bus.kv.delete(topology.VERSIONS, _key(name, manifest.version))
 
@@ -178,7 +213,7 @@ async def set_stable(bus: Bus, name: str, stable: str) -> Changed[ModelRecord]:
         name,
         read_model,
         _MODEL,
-        lambda record: msgspec.structs.replace(record, stable=stable),
+        lambda record: msgspec.structs.replace(record, stable=stable, removed=False),
         _missing(name),
     )
 

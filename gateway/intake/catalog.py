@@ -61,15 +61,22 @@ class Catalog:
 
     def _on_model(self, key: str, entry: KvEntry | None) -> None:
         if entry is None:
-            if (gone := self._records.pop(key, None)) is not None:
-                self._models.pop(gone.name, None)
+            self._forget(key)
             return
         try:
-            record = self._records[key] = registry.read_model(entry)
+            record = registry.read_model(entry)
         except msgspec.MsgspecError as error:
             _log.error("model_unreadable", key=key, seq=entry.revision, reason=str(error))
             return
+        if record.removed:
+            self._forget(key)
+            return
+        self._records[key] = record
         self._serve(record)
+
+    def _forget(self, key: str) -> None:
+        if (gone := self._records.pop(key, None)) is not None:
+            self._models.pop(gone.name, None)
 
     def _on_version(self, key: str, entry: KvEntry | None) -> None:
         if entry is None:

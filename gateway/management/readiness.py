@@ -1,5 +1,6 @@
-"""Whether a request would be served now: asks every model's scheduler about once a second.
+"""Whether requests would be served now: asks every model's scheduler about once a second.
 
+A gateway is ready while one model is: that another one has no worker is no reason to send its callers away.
 A clock that differs is no reason not to serve, for nothing is decided by it; it is logged when it is found.
 """
 
@@ -61,7 +62,7 @@ class Readiness:
             names = self._catalog.names()
             found = await asyncio.gather(*(self._look_at(name) for name in names))
             self._tell_clock()
-            self._reasons = [reason for reason in found if reason] if names else ["there is no model"]
+            self._reasons = (found if all(found) else []) if names else ["there is no model"]
             await asyncio.sleep(ASK_SOON_S if self._reasons else ASK_EVERY_S)
 
     def _tell_clock(self) -> None:

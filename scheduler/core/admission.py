@@ -71,6 +71,8 @@ class AdmissionControl:
 
         ``has_room``: a worker could start something now.
         """
+        if self.record.removed:
+            raise HeadraceError("model_not_found", f"The model {asked.model!r} was removed.", param="model")
         tenant = self.tenant(asked.tenant)
         quota = self.quota(asked.tenant, now_ms)
         cost = reserved(asked)

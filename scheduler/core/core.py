@@ -41,6 +41,7 @@ class Core(Lifecycle):
         self.refusals: dict[str, int] = {}
         """Refused admissions by code, for metrics."""
         self.lost_workers = 0
+        self._quiet_since_ms = now_ms
         self._takeover = Takeover(self)
         self._unsure: list[events.AdmissionAsked] = []
         self._expiries: list[tuple[int, str]] = []
@@ -71,11 +72,18 @@ class Core(Lifecycle):
             events.BudgetSeen: self._budget_seen,
         }
 
+    @property
+    def over(self) -> bool:
+        """The model was removed, and whoever was served by it has had time to learn how that ended."""
+        return self.admission.record.removed and self.now_ms - self._quiet_since_ms >= self.settings.removed_quiet_ms
+
     def step(self, event: events.Event, now_ms: int) -> list[events.Effect]:
         """Take in one event at ``now_ms`` (Unix ms, never going back); gives what is to be done, in order."""
         self.now_ms = max(self.now_ms, now_ms)
         self.effects = []
         self._handlers[type(event)](event)
+        if self.requests or self.recovering or not self.admission.record.removed:
+            self._quiet_since_ms = self.now_ms
         return self.effects
 
     def _admission_asked(self, event: events.AdmissionAsked) -> None:

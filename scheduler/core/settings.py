@@ -26,5 +26,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     readers_heard_ms: int = 10_000
     """So long after an owner took in a request of an earlier one nobody's leave is taken for the last reader's: who
     joined it says so again every second."""
+    removed_quiet_ms: int = 5_000
+    """A removed model keeps its owner this long after its last request: who missed the end asks within seconds."""
     starvation_timeout_ms: int = 5_000
     """How long a request that fits no worker may be passed by smaller ones."""

@@ -73,7 +73,9 @@ async def test_what_is_served_is_not_removed_and_what_is_not_there_not_served(bu
     with pytest.raises(HeadraceError, match="no version v2"):
         await registry.set_stable(bus, FIRST.name, "v2")
     await registry.remove_model(bus, FIRST.name)
-    assert await registry.models(bus) == [] and await registry.versions(bus) == []
+    assert await registry.models(bus) == [] and await registry.is_known(bus, FIRST.name)
+    await registry.forget_removed(bus, FIRST.name)
+    assert not await registry.is_known(bus, FIRST.name) and await registry.versions(bus) == []
 
 
 @pytest.mark.parametrize("version", ["", "v@1", "a\nb", "x" * 129])

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,11 +22,12 @@ from contracts.messages.records import Budget, TenantLimits, TenantRecord
 from scheduler import recovery
 from scheduler.core import events
 from scheduler.core.core import Core
+from scheduler.core.settings import Settings
 from scheduler.recovery import Recovery
 from scheduler.term import Term
 from tests.support.nats_server import NatsServer
 from tests.support.polling import until
-from tests.support.scheduler_shell import BODY, LONG_LEASE, LOST_AFTER_S, MODEL, TENANT, Shell
+from tests.support.scheduler_shell import BODY, LONG_LEASE, LOST_AFTER_S, MANIFEST, MODEL, TENANT, Shell
 
 
 @pytest.fixture
@@ -315,6 +317,47 @@ async def test_limits_and_manifest_change_during_a_term(shell: Shell) -> None:
     await until(lambda: refuses(shell, "overloaded", tenant="other"), "the queue is full")
     await shell.bus.kv.delete(topology.MODELS, subjects.encode(MODEL))
     await until(lambda: MODEL not in scheduler._terms, "a model that is gone has no owner")
+
+
+async def test_a_removed_model_takes_nothing_new_and_ends_what_it_has(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its owner dies meanwhile and nobody knew it before; then it is forgotten, and may be added again."""
+    monkeypatch.setattr("scheduler.term.Settings", partial(Settings, removed_quiet_ms=500))
+    first = await shell.start()
+    await shell.owner(first)
+    worker = await shell.worker(slots=1)
+    running, queued = await shell.submit(), await shell.submit()
+    item = await shell.item(running)
+    await shell.run(worker, item, tokens=1)
+    await registry.remove_model(shell.bus, MODEL)
+    assert await registry.models(shell.bus) == []
+    await until(lambda: refuses(shell, "model_not_found"), "nothing new is admitted")
+    await shell.stop(first)
+    second = await shell.start()
+    await shell.owner(second)
+    assert await refuses(shell, "model_not_found")
+    await shell.end(worker, item)
+    assert (await shell.state(running, "ended")).outcome == "completed"
+    item = await shell.item(queued)
+    await shell.run(worker, item, tokens=1)
+    await shell.end(worker, item)
+    assert (await shell.state(queued, "ended")).outcome == "completed"
+    await until(lambda: not second._campaigns, "nobody is a candidate for it any more")
+    assert await shell.bus.kv.get(topology.MODELS, subjects.encode(MODEL)) is None
+    await registry.put_version(shell.bus, MANIFEST)
+    await shell.owner(second)
+    assert (await shell.admit()).admitted
+
+
+async def test_a_model_that_is_added_again_while_it_is_removed_goes_on(shell: Shell) -> None:
+    scheduler = await shell.start()
+    term = await shell.owner(scheduler)
+    await registry.remove_model(shell.bus, MODEL)
+    await until(lambda: refuses(shell, "model_not_found"), "nothing new is admitted")
+    await registry.put_version(shell.bus, MANIFEST)
+    await until(lambda: admits(shell), "it is served again")
+    assert scheduler._terms[MODEL] is term
 
 
 async def refuses(shell: Shell, code: str, **fields: Any) -> bool:

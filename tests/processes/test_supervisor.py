@@ -102,6 +102,39 @@ async def test_a_child_that_cannot_start_ends_the_stack(tmp_path: Path, monkeypa
     await keeper.stop(["worker"])
 
 
+async def test_others_go_on_without_a_dispensable_child(tmp_path: Path) -> None:
+    said: list[str] = []
+    keeper = Supervisor(
+        restarted=lambda _: None, say=said.append, dispensable=lambda child: child.spec.role == "worker"
+    )
+    other = keeper.add(spec(tmp_path, SLEEP, role="gateway"))
+    lost = keeper.add(spec(tmp_path, "raise SystemExit(2)", probe=never_ready))
+    await until(lambda: lost not in keeper.children)
+    assert "refuses its configuration" in lost.lost and "go on without it" in said[-1]
+    assert not keeper.failed.done() and other.pid is not None
+    await keeper.stop(["gateway"])
+
+
+async def test_a_child_that_is_removed_may_finish_first_and_does_not_come_back(tmp_path: Path) -> None:
+    keeper, _ = supervisor()
+    program = """
+    import signal, sys, time
+    signal.signal(signal.SIGUSR1, lambda *_: (time.sleep(0.3), print("finished", flush=True), sys.exit(0)))
+    print("ready", flush=True)
+    time.sleep(600)
+    """
+    patient = keeper.add(spec(tmp_path, program))
+    await until(lambda: "ready" in patient.spec.log.read_text())
+    await keeper.remove(patient, 30)
+    assert "finished" in patient.spec.log.read_text() and keeper.children == []
+    program = "import signal, time; signal.signal(10, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    stubborn = keeper.add(spec(tmp_path, program))
+    await until(lambda: "deaf" in stubborn.spec.log.read_text())
+    await keeper.remove(stubborn, 0.1)
+    assert stubborn.exited.is_set() and keeper.children == []
+    await keeper.stop(["worker"])
+
+
 async def test_a_child_that_refuses_its_configuration_is_not_started_again(tmp_path: Path) -> None:
     keeper, _ = supervisor()
     program = "import sys; sys.exit(print('HEADRACE_X: no number', file=sys.stderr) or 2)"

@@ -1,0 +1,64 @@
+"""``headrace worker``: the worker processes of the stack that runs here, changed while it runs."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from compose.cli.common import DataDirOption, JsonOption, show, table
+from compose.stack import control
+from compose.stack.control import WITHIN_S, WITHIN_S_MAX, WORKERS_MAX
+from compose.stack.data_dir import DataDir, default_data_dir
+
+app = typer.Typer(no_args_is_help=True, help="Workers of the stack that runs here; nothing restarts.")
+
+WithinOption = Annotated[
+    float, typer.Option("--within", min=0, max=WITHIN_S_MAX, help="Seconds for what runs to end; then it is cut off.")
+]
+
+
+@app.command("list")
+def worker_list(data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
+    """Workers and how they are."""
+    _show(ask(data_dir, control.ListWorkers()), as_json=as_json)
+
+
+@app.command("add")
+def worker_add(
+    model: Annotated[str, typer.Argument(help="A model in the registry.")],
+    count: Annotated[int, typer.Option(min=1, max=WORKERS_MAX)] = 1,
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Start workers of a model; returns once they are ready."""
+    _show(ask(data_dir, control.AddWorkers(model, count)), as_json=as_json)
+
+
+@app.command("remove")
+def worker_remove(
+    worker: Annotated[str, typer.Argument(help="Its name in the list, such as worker-1.")],
+    within_s: WithinOption = WITHIN_S,
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Stop a worker: it takes nothing more, finishes what it runs, and goes."""
+    _show(ask(data_dir, control.RemoveWorker(worker, within_s)), as_json=as_json)
+
+
+def is_local(data_dir: Path | None) -> bool:
+    """Whether the command is about the stack of a data directory, and not about a bus somewhere."""
+    return data_dir is not None or not os.environ.get("HEADRACE_NATS_URL")
+
+
+def ask(data_dir: Path | None, call: control.Call) -> control.Answer:
+    """The answer of the ``headrace up`` of that directory; raises ComposeError."""
+    return control.call(DataDir(data_dir or default_data_dir(os.environ)).control, call)
+
+
+def _show(answer: control.Answer, *, as_json: bool) -> None:
+    for note in answer.notes:
+        print(f"note: {note}", file=sys.stderr)
+    rows: list[tuple[Any, ...]] = [(it.name, it.model, it.state, it.pid or "-") for it in answer.workers]
+    show(answer.workers, table(("worker", "model", "state", "pid"), rows), as_json=as_json)
