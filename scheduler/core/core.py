@@ -13,7 +13,7 @@ from contracts.errors import HeadraceError
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch
-from contracts.messages.control import Announce, CancelAnswer, CancelAttempt, Evict, Progress
+from contracts.messages.control import WITHDRAWN, Announce, CancelAnswer, CancelAttempt, Evict, Progress
 from contracts.messages.records import ModelRecord
 from scheduler.core import events, outcomes, views
 from scheduler.core.lifecycle import UNHEARD, Lifecycle, cancelled
@@ -145,7 +145,7 @@ class Core(Lifecycle):
                 raise HeadraceError(
                     "conflict", f"Request {named.request_id} of this idempotency key has ended; its answer is not kept."
                 )
-        elif request.is_withdrawn:
+        elif request.is_withdrawn or (request.unconfirmed and set(request.readers or ()) == {UNHEARD}):
             raise HeadraceError(
                 "unavailable", "The request of this idempotency key is still being withdrawn.", retry_after_s=1
             )
@@ -305,6 +305,7 @@ class Core(Lifecycle):
         request = self.requests.get(request_id)
         if request is not None and request.tenant == event.tenant:
             if event.asked.reader and not self.left_by(request, event.asked.reader):
+                request.unconfirmed |= event.asked.reason == WITHDRAWN
                 self.do(events.AnswerCancel(event.handle, CancelAnswer(durable=False)))
                 return
             request.cancel_waiters = [*request.cancel_waiters[1 - WAITERS_MAX :], event.handle]

@@ -11,7 +11,7 @@ import msgspec
 
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch, Outcome
-from contracts.messages.control import CancelAnswer, CancelAttempt
+from contracts.messages.control import WITHDRAWN, CancelAnswer, CancelAttempt
 from contracts.messages.frames import Frame, FrameKind, LostData
 from contracts.messages.records import ModelRecord
 from contracts.messages.request import RequestEnvelope, WorkItem
@@ -450,7 +450,8 @@ class Lifecycle:
         """End it where it is; a second cancel changes nothing."""
         if request.cancel_reason:
             return
-        request.cancel_reason = reason
+        # Who was told to ask again, and gives up instead, says that it cancels: nobody pays for that.
+        request.cancel_reason = WITHDRAWN if request.unconfirmed else reason
         if request.state in WAITING:
             self.end_waiting(request, "cancelled", "cancelled", cancelled(request))
         elif request.state in WITH_WORKER:

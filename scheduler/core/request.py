@@ -38,6 +38,7 @@ class Request:
         "readers",
         "request_seq",
         "state",
+        "unconfirmed",
         "was_in_flight",
         "withdrawn",
         "work_attempt",
@@ -82,6 +83,8 @@ class Request:
         """Whether the death of the present attempt's engine or worker is attributed to a poison candidate beside it."""
         self.withdrawn = False
         """Whether who asked has been told that nothing had begun."""
+        self.unconfirmed = False
+        """Whether a reader left because its publish was not confirmed, and others stayed."""
         self.cancel_reason = ""
         self.cancel_sent_at_ms = 0
         self.cancel_waiters: list[object] = []

@@ -79,7 +79,8 @@ class Takeover:
         life.admit_again(request)
         request.withdrawn = True  # Unless it is queued, for it was given up before it was stored.
         if not life.is_named(request):
-            life.end_waiting(request, "cancelled", "cancelled", "Its idempotency key names another request.")
+            # Two owners admitted one each, and neither knew of the other's.
+            life.end_waiting(request, "failed", "unavailable", "Its idempotency key names an earlier try: ask again.")
         elif life.tombstones.cancelled(envelope.request_id):
             life.end_waiting(request, "cancelled", "cancelled", "The request was cancelled.")
         elif (late_ms := event.stored_at_ms - envelope.publish_by_ms) > 0:

@@ -520,6 +520,10 @@ class World:
         """
         if self.poison or self.harm > 1 or asked.version:
             return True
+        if asked.ending == ("fail", "unavailable") and not asked.text and any(self.ends_of(_other_try(asked.rid))):
+            return True  # Told to ask again, for both tries were admitted, by owners that knew of one each.
+        if asked.reads and self.lease[0] > FIRST_EPOCH and any(event.withdrawn for event in ends):
+            return True  # It joined its first try, which the owner before was withdrawing.
         completed = [event.attempt for event in ends if event.outcome == "completed"]
         if completed and asked.stream:
             chunks = [msgspec.json.decode(data) for data in asked.text]

@@ -194,6 +194,30 @@ def test_who_asks_during_a_takeover_does_not_join_what_is_being_withdrawn() -> N
     assert answer(world, asks(world, "b")).joined == ""
 
 
+def test_who_was_told_to_ask_again_and_gives_up_is_not_the_one_who_cancels() -> None:
+    """Its first try joined late what its second had stored without hearing so: found by the explorer."""
+    world = World()
+    worker = world.ready_worker()
+    first, _ = asks(world, "a"), asks(world, "b")
+    world.run_pending()
+    world.pull(worker)
+    worker.frozen = True
+    assert cancel(world, "publish_unconfirmed", request_id=first, reader="a") is False
+    assert cancel(world, "client_cancelled", idempotency_key=KEY.key, reader="b") is None
+    assert world.core.requests[first].cancel_reason == "publish_unconfirmed", "of the service's own faults, so no bill"
+
+
+def test_after_a_takeover_nobody_joins_what_only_its_withdrawn_reader_is_known_to_read() -> None:
+    world = World()
+    world.ready_worker()
+    first = asks(world, "a")
+    world.run_pending()
+    take_over(world)
+    assert cancel(world, "publish_unconfirmed", request_id=first, reader="a") is False
+    refused = answer(world, asks(world, "b"))
+    assert (refused.code, refused.retry_after_s) == ("unavailable", 1)
+
+
 def test_who_completed_in_spite_of_its_withdrawal_is_joined() -> None:
     world = World()
     worker = world.ready_worker()
@@ -219,7 +243,7 @@ def test_two_admissions_under_one_key_run_one_request() -> None:
     world.run_pending()
     assert list(world.core.requests) == [second]
     (event,) = [event for (rid, _), event in world.attempts.items() if rid == first]
-    assert (event.outcome, event.attempt, event.billable) == ("cancelled", 0, False)
+    assert (event.outcome, event.error_code, event.attempt, event.billable) == ("failed", "unavailable", 0, False)
     take_over(world)
     assert answer(world, asks(world)).joined == second
 
