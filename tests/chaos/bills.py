@@ -105,7 +105,8 @@ def _wrong_bill(request: Request, billed: list[Attempt], *, may_be_lost: bool) -
     limit = 1 if request.key else 1 + sum(bool(each.broke) for each in request.calls[:-1])
     limit += may_be_lost  # A restore forgets the keys of what ended after the backup.
     if len(billed) > limit:
-        return [f"{about} is billed {len(billed)} times: {billed}"]
+        tries = "; ".join(f"{each.asked_at:.1f}: {each.story()}" for each in request.calls)
+        return [f"{about} is billed {len(billed)} times: {billed}; its tries: {tries}"]
     if call.complete and not billed:
         return [] if may_be_lost else [f"{about} was answered and is not billed"]
     wrong = []
