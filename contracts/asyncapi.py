@@ -128,6 +128,7 @@ CHANNELS = (
     Channel("usageOfAll", subjects.usage_all, _QUERIES, ["gateway", "operator"], ["ledger"], _ANSWERS),
     Channel("admit", subjects.admit, [AdmissionRequest], ["gateway"], ["scheduler"], [AdmissionAnswer]),
     Channel("body", subjects.body, [], ["gateway"], ["worker", "scheduler"], stream=topology.BODIES),
+    Channel("part", subjects.part, [], ["operator"], ["gateway", "worker"], stream=topology.PARTS),
     Channel("request", subjects.request, [RequestEnvelope], ["gateway"], ["scheduler"], stream=topology.REQUESTS),
     Channel("work", subjects.work, [WorkItem], ["scheduler"], ["worker"], stream=topology.WORK),
     Channel(

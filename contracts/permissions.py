@@ -17,6 +17,7 @@ What a user can still do to others, and what is done about it:
   whose ids it knows. The first stored end wins, and frames name their worker, to whom stream owners are locked.
 - Consumers of WORK have one token, their worker's whole name, so that the server cannot bind them to a user: a worker
   that learns another's name could take its work. It is not told any, but can read them in ATTEMPTS.
+- Only the operator stores parts of models' files. Whoever reads one checks it against its name, the digest.
 - Workers read bodies of all tenants, and gateways serve all: what they hold is as trusted as they are.
 """
 
@@ -166,6 +167,7 @@ def _gateway_publishes(own: Own) -> Iterator[str]:
     yield from _watch(topology.KEYS, topology.TENANTS, topology.MODELS, topology.VERSIONS)
     for bucket in _ADMINISTERED:
         yield from _read(f"KV_{bucket}")
+    yield from _read(topology.PARTS)
     yield from (subjects.ADMIN_CALLS, subjects.ADMIN_ACTIVITY)
     yield from (form(subjects.body), f"$JS.API.STREAM.PURGE.{topology.BODIES}")
 
@@ -203,7 +205,13 @@ def _worker_publishes(own: Own) -> Iterator[str]:
     yield "reply.v1.>"
     yield own(subjects.worker_heartbeat)
     yield from _pull(topology.WORK, "*", own(subjects.work))
-    for stream in (topology.ATTEMPTS, f"KV_{topology.MODELS}", f"KV_{topology.VERSIONS}", topology.BODIES):
+    for stream in (
+        topology.ATTEMPTS,
+        f"KV_{topology.MODELS}",
+        f"KV_{topology.VERSIONS}",
+        topology.BODIES,
+        topology.PARTS,
+    ):
         yield from _read(stream)
 
 

@@ -93,6 +93,11 @@ def body(model: str, tenant: str, request_id: str) -> str:
     return f"body.v1.{encode(model)}.{encode(tenant)}.{encode(request_id)}"
 
 
+def part(digest: str) -> str:
+    """Where a part of a model's files is stored (stream PARTS), by the SHA-256 of its bytes."""
+    return f"part.v1.{digest}"
+
+
 def bodies_of(model: str) -> str:
     """All bodies of a model's requests."""
     return f"body.v1.{encode(model)}.*.*"

@@ -25,6 +25,7 @@ PRICES = "prices"
 INVOICES = "invoices"
 
 BODIES = "BODIES"
+PARTS = "PARTS"
 
 LEASE_MARKER_TTL_S = 30
 """How long the marker of an expired lease stays. Any value does: watches compare, kv_create takes over from
@@ -115,6 +116,9 @@ STREAMS: list[dict[str, Any]] = [
     # Bodies of open requests; each goes with its request. Four models may use all that PoolLimits.body_bytes allows.
     # What an owner could not delete, of a model that has none any more say, goes after the longest request.
     _stream(BODIES, ["body.v1.>"], max_age=2 * 3600 * _SECOND, max_bytes=2048 * _MIB),
+    # Parts of published files. As large as what is published: room for more is reserved before it is sent
+    # (contracts.artifacts.stores), so that weights take none from requests.
+    _stream(PARTS, ["part.v1.>"], max_bytes=16 * _MIB),
 ]
 
 
@@ -154,10 +158,13 @@ async def _config(bus: Bus, name: str) -> dict[str, Any]:
     return dict((await bus.jetstream.api(f"STREAM.INFO.{name}"))["config"])
 
 
+_GROWING = {(PARTS, "max_bytes")}
+
+
 def _differences(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """The server leaves out settings that are zero or false."""
     return [
         f"{wanted['name']}: {setting} is {found.get(setting)!r}, should be {value!r}"
         for setting, value in wanted.items()
-        if (found.get(setting) or 0) != (value or 0)
+        if (found.get(setting) or 0) != (value or 0) and (wanted["name"], setting) not in _GROWING
     ]

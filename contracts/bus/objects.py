@@ -47,9 +47,9 @@ class Objects:
         """Delete an object, or what there is of it; no error when it is not there."""
         await self._jetstream.purge(stream, subject)
 
-    async def subjects(self, stream: str, subject_filter: str) -> set[str]:
-        """Subjects of all objects, those still being written too."""
-        found: set[str] = set()
+    async def subjects(self, stream: str, subject_filter: str) -> dict[str, int]:
+        """Subjects of all objects, those still being written too, and how many pieces each has."""
+        found: dict[str, int] = {}
         while True:
             question = {"subjects_filter": subject_filter, "offset": len(found)}
             info = await self._jetstream.api(f"STREAM.INFO.{stream}", question)

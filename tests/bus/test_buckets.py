@@ -176,8 +176,8 @@ async def test_objects_are_whole_or_not_there(bus: Bus) -> None:
     assert await bus.objects.get(BODIES, "body.v1.m.t.r1", size=len(data), digest=digest) == data
     await bus.objects.put(BODIES, "body.v1.m.t.r2", b"small")
     await bus.objects.put(BODIES, "body.v1.other.t.r3", b"small")
-    assert await bus.objects.subjects(BODIES, "body.v1.m.*.*") == {"body.v1.m.t.r1", "body.v1.m.t.r2"}
-    assert await bus.objects.subjects(BODIES, "body.v1.none.*.*") == set()
+    assert set(await bus.objects.subjects(BODIES, "body.v1.m.*.*")) == {"body.v1.m.t.r1", "body.v1.m.t.r2"}
+    assert await bus.objects.subjects(BODIES, "body.v1.none.*.*") == {}
     await bus.objects.delete(BODIES, "body.v1.m.t.r2")
     await bus.objects.delete(BODIES, "body.v1.m.t.r2")
     assert await bus.objects.get(BODIES, "body.v1.m.t.r2", size=5, digest="") is None
@@ -188,7 +188,7 @@ async def test_objects_are_whole_or_not_there(bus: Bus) -> None:
     with pytest.raises(BusError, match="damaged"):
         await bus.objects.get(BODIES, "body.v1.m.t.r1", size=len(data), digest=digest)
     await bus.objects.delete(BODIES, "body.v1.m.t.r1")
-    assert await bus.objects.subjects(BODIES, "body.v1.>") == {"body.v1.other.t.r3"}
+    assert set(await bus.objects.subjects(BODIES, "body.v1.>")) == {"body.v1.other.t.r3"}
 
 
 async def test_an_object_that_does_not_fit_leaves_nothing_behind(bus: Bus) -> None:

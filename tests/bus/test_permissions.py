@@ -61,6 +61,7 @@ SUBJECTS = {
     **{f"inbox of {user}": f"_INBOX.{user}.x" for user in (*SERVICES, "operator", SYSTEM, "t.T1", "t.T2")},
     **{f"key of {name[3:]}": f"$KV.{name[3:]}.k" for name in STREAMS if name.startswith("KV_")},
     "body": subjects.body("m", "T1", "r"),
+    "part": subjects.part("0" * 64),
     "account": "$JS.API.INFO",
     "streams": "$JS.API.STREAM.NAMES",
     "streams' settings": "$JS.API.STREAM.LIST",
@@ -125,7 +126,7 @@ MAY_PUBLISH: dict[str, set[str]] = {
     | {f"{kind} {tenant}" for kind in ("status", "frames", "usage") for tenant in ("T1", "T2")}
     | {"frames T1 of another", "cancel T1 as a gateway", "BODIES purged"}
     | {"admin call", "activity of keys"}
-    | read(*(f"KV_{bucket}" for bucket in ADMINISTERED))
+    | read("PARTS", *(f"KV_{bucket}" for bucket in ADMINISTERED))
     | watched("keys", "tenants", "models", "versions")
     | SEEN,
     "scheduler-0": {"work", "attempt", "quarantine", "control", "control of another", "loopback of scheduler-0"}
@@ -139,7 +140,7 @@ MAY_PUBLISH: dict[str, set[str]] = {
     | SEEN,
     "worker-0": {"attempt", "beat of worker-0", "work of worker-0 pulled"}
     | taken("WORK")
-    | read("ATTEMPTS", "KV_models", "KV_versions", "BODIES")
+    | read("ATTEMPTS", "KV_models", "KV_versions", "BODIES", "PARTS")
     | REPLIES
     | SEEN,
     "ledger-0": {"dead", "ATTEMPTS purged", "ATTEMPTS read"}

@@ -1,0 +1,13 @@
+"""Model directories made for a test."""
+
+import json
+
+
+def safetensors(tensors: dict[str, bytes]) -> bytes:
+    """A file of the format, each tensor of bytes."""
+    header, at = {}, 0
+    for name, data in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    encoded = json.dumps(header).encode()
+    return len(encoded).to_bytes(8, "little") + encoded + b"".join(tensors.values())
