@@ -30,6 +30,7 @@ from contracts.messages.control import (
     StatusRequest,
     StreamOwnerHeartbeat,
     WorkerHeartbeat,
+    WorkerPulse,
 )
 from contracts.messages.frames import EndData, ErrorData, FramesAnswer, FramesRequest, LostData, ReplyMessage
 from contracts.messages.queues import QueueAnswer
@@ -142,6 +143,7 @@ CHANNELS = (
     Channel("control", subjects.control, [Announce, CancelAttempt, Evict], ["scheduler"], ["worker"], [ControlAnswer]),
     Channel("queues", subjects.queues, [], ["gateway", "operator"], ["scheduler"], [QueueAnswer]),
     Channel("workerHeartbeat", subjects.worker_heartbeat, [WorkerHeartbeat], ["worker"], ["scheduler"]),
+    Channel("workerPulse", subjects.worker_pulse, [WorkerPulse], ["worker"], ["scheduler"]),
     Channel("loopbackHeartbeat", subjects.loopback_heartbeat, [LoopbackHeartbeat], ["scheduler"], ["scheduler"]),
     Channel("adminCall", subjects.admin_call, [AdminCall], ["gateway"], ["scheduler"], [AdminAnswer]),
     Channel(

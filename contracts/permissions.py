@@ -204,6 +204,7 @@ def _worker_publishes(own: Own) -> Iterator[str]:
     yield form(subjects.attempt)
     yield "reply.v1.>"
     yield own(subjects.worker_heartbeat)
+    yield own(subjects.worker_pulse)
     yield from _pull(topology.WORK, "*", own(subjects.work))
     for stream in (
         topology.ATTEMPTS,

@@ -42,6 +42,8 @@ class Simulate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The worker's process exits after that many tokens."""
     hang_after: _Count | None = None
     """The attempt stalls for ever after that many tokens."""
+    block_ms: _Span | None = None
+    """Before the attempt begins the worker's event loop stands still for so long."""
     submit_delay_ms: _Span | None = None
     """The attempt waits that long before the engine's batch hears of it."""
 

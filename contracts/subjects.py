@@ -266,6 +266,11 @@ def worker_heartbeat(model: str, worker: str) -> str:
     return f"hb.v1.worker.{encode(model)}.{_process(worker)}"
 
 
+def worker_pulse(model: str, worker: str) -> str:
+    """That a worker lives, and how late its event loop is."""
+    return f"hb.v1.pulse.{encode(model)}.{_process(worker)}"
+
+
 STREAM_OWNER_HEARTBEATS = "hb.v1.stream-owner."
 """Prefix of stream owners' heartbeats; what follows is the owner's name on the bus."""
 

@@ -9,6 +9,7 @@ from contracts import ids, subjects
 from contracts.bus import Bus
 from contracts.keys import Peppers
 from contracts.messages.frames import ErrorData
+from contracts.service.vitals import Vitals
 from gateway.config import GatewayConfig
 from gateway.http import routes, server
 from gateway.http.inference import Inference
@@ -23,6 +24,8 @@ from gateway.management.readiness import Readiness
 from gateway.streams.hub import Hub
 
 _log = structlog.get_logger()
+
+LATE_S = 0.1
 
 LAST_EVENTS_S = 1.0
 """After the grace time the last error events are written within this."""
@@ -43,7 +46,10 @@ class Gateway:
         self._reporter = Reporter(bus, activity)
         self._directory = Directory(Peppers.parse(config.pepper), activity)
         self._catalog = Catalog()
-        self._hub = Hub(bus, ids.incarnation(bus.user), hold_s=config.hold_s, bytes_max=config.stream_bytes_max)
+        self._vitals = Vitals(bus, late_s=LATE_S)
+        self._hub = Hub(
+            bus, self._vitals, ids.incarnation(bus.user), hold_s=config.hold_s, bytes_max=config.stream_bytes_max
+        )
         intake = Intake(
             bus,
             self._catalog,
@@ -75,6 +81,7 @@ class Gateway:
     async def run(self) -> None:
         """Serve; when it returns, everything that was begun has ended."""
         public, private = server.listen(self.config.listen), server.listen(self.config.admin_listen)
+        await self._vitals.start()
         await self._directory.start(self._bus)
         await self._catalog.start(self._bus)
         await self._hub.start()
@@ -115,3 +122,4 @@ class Gateway:
         await self._hub.close()
         await self._catalog.close()
         await self._directory.close()
+        await self._vitals.close()

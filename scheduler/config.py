@@ -2,7 +2,7 @@
 
 from contracts import sealed
 from contracts.keys import Peppers
-from contracts.service.config import Count, Secret, ServiceConfig
+from contracts.service.config import Count, Positive, Secret, ServiceConfig
 
 
 class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
@@ -12,6 +12,8 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     """The gateways' (contracts.keys): the admin service judges keys itself."""
     lost_after_s: float = 3.0
     """Silence after which a worker or stream owner is lost."""
+    given_up_after_s: Positive = 30.0
+    """What is alive, but whose event loop stands still for so long, counts as silent from then on."""
     lease_ttl_s: Count = 2
     """How long a model stays without owner when its owner dies; whole seconds, the bus knows no finer ones."""
     lease_renew_s: float = 0.5

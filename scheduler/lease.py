@@ -6,6 +6,7 @@ an epoch above its own: it writes down an era above theirs, beside the lease, an
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import structlog
 from msgspec.structs import astuple
@@ -70,15 +71,22 @@ class Lease:
                 return
             await asyncio.sleep(self._renew_s)
 
-    async def keep(self) -> None:
-        """Renew until the lease is lost or the epoch surpassed, then return; in time, also when the bus is silent."""
+    async def keep(self, bus: Bus, moves: Callable[[], bool] = lambda: True) -> None:
+        """Renew until the lease is lost or the epoch surpassed, then return; in time, also when the bus is silent.
+
+        By ``bus``, which may be another thread's: an owner whose event loop is late keeps its lease. One of which
+        ``moves`` says that it is given up does not.
+        """
         while self.held:
             await asyncio.sleep(self._renew_s)
             if self._surpassed:
                 return
+            if not moves():
+                log.error("lease_given_up", key=self._key, reason="the owner's event loop stands still")
+                break
             try:
                 async with asyncio.timeout(max(0.0, self._left_s)):
-                    if not await self._renew():
+                    if not await self._renew(bus):
                         break
             except BusError as error:
                 log.warning("lease_not_renewed", key=self._key, reason=str(error))
@@ -86,26 +94,26 @@ class Lease:
                 log.warning("lease_not_renewed", key=self._key, reason="no answer in time")
         self._revision = 0
 
-    async def _renew(self) -> bool:
+    async def _renew(self, bus: Bus) -> bool:
         """Whether the lease is still ours."""
         asked_at = time.monotonic()
         try:
-            self._revision = await self._bus.kv.update(
+            self._revision = await bus.kv.update(
                 topology.LEASES, self._key, self._value, revision=self._revision, ttl_s=self._ttl_s
             )
         except WrongSequence:
-            return await self._renewed_after_all()
+            return await self._renewed_after_all(bus)
         self._renewed_at = asked_at
         return True
 
-    async def _renewed_after_all(self) -> bool:
+    async def _renewed_after_all(self, bus: Bus) -> bool:
         """A renewal whose answer was lost is seen as a newer revision with our own value.
 
         An older one is of a bus that was restored: what was read of its streams holds no longer.
         """
         asked_at = time.monotonic()
         try:
-            entry = await self._bus.kv.get(topology.LEASES, self._key)
+            entry = await bus.kv.get(topology.LEASES, self._key)
         except BusError:
             return self.held
         if entry is None or entry.value != self._value or entry.revision < self._revision or not self.held:

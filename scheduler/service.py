@@ -15,6 +15,7 @@ from contracts.bus import Bus, BusError, KvEntry
 from contracts.keys import Peppers
 from contracts.messages.base import Codec
 from contracts.messages.records import Budget, ModelRecord, TenantRecord
+from contracts.service.vitals import Vitals
 from scheduler.administration import AdminService
 from scheduler.config import SchedulerConfig
 from scheduler.core import events
@@ -23,6 +24,9 @@ from scheduler.metrics import Collector
 from scheduler.term import Term
 
 log = structlog.get_logger()
+
+LATE_S = 0.5
+"""An event loop that is later than this is told of in the log."""
 
 _budget: Codec[Budget] = Codec(Budget)
 
@@ -38,6 +42,7 @@ class Scheduler:
         self._budgets: dict[str, events.BudgetSeen] = {}
         self._terms: dict[str, Term] = {}
         self._campaigns: dict[str, asyncio.Task[None]] = {}
+        self._vitals = Vitals(bus, late_s=LATE_S)
         self._admin = AdminService(bus, Peppers.parse(config.pepper))
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stopping = asyncio.Event()
@@ -54,6 +59,8 @@ class Scheduler:
     async def run(self) -> None:
         """Until ``stop``; raises what broke a core."""
         async with AsyncExitStack() as stack:
+            await self._vitals.start()
+            stack.push_async_callback(self._vitals.close)
             for bucket, handler in (
                 (topology.TENANTS, self._on_tenant),
                 (topology.BUDGETS, self._on_budget),
@@ -102,7 +109,7 @@ class Scheduler:
 
     async def _serve_term(self, model: str, lease: Lease) -> bool:
         """Whether the model was removed and nothing of it is left to do."""
-        term = Term(self._bus, self._config, model, self._models[model], lease)
+        term = Term(self._bus, self._vitals, self._config, model, self._models[model], lease)
         for name, record in self._tenants.items():
             term.feed(events.TenantChanged(name, record))
         for seen in self._budgets.values():

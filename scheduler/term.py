@@ -19,8 +19,10 @@ from contracts.messages.control import (
     StatusRequest,
     StreamOwnerHeartbeat,
     WorkerHeartbeat,
+    WorkerPulse,
 )
 from contracts.messages.records import ModelRecord
+from contracts.service.vitals import Vitals
 from scheduler.config import SchedulerConfig
 from scheduler.core import events, views
 from scheduler.core.core import Core
@@ -35,6 +37,7 @@ _admission: Codec[AdmissionRequest] = Codec(AdmissionRequest)
 _cancel: Codec[CancelRequest] = Codec(CancelRequest)
 _status: Codec[StatusRequest] = Codec(StatusRequest)
 _worker_beat: Codec[WorkerHeartbeat] = Codec(WorkerHeartbeat)
+_pulse: Codec[WorkerPulse] = Codec(WorkerPulse)
 _loopback_beat: Codec[LoopbackHeartbeat] = Codec(LoopbackHeartbeat)
 _stream_owner_beat: Codec[StreamOwnerHeartbeat] = Codec(StreamOwnerHeartbeat)
 _encode = msgspec.json.Encoder().encode
@@ -46,8 +49,11 @@ TIME_EVERY_S = 0.1
 class Term:
     """``run`` serves from the taking of the lease until it is lost."""
 
-    def __init__(self, bus: Bus, config: SchedulerConfig, model: str, record: ModelRecord, lease: Lease) -> None:
+    def __init__(
+        self, bus: Bus, vitals: Vitals, config: SchedulerConfig, model: str, record: ModelRecord, lease: Lease
+    ) -> None:
         self._bus = bus
+        self._vitals = vitals
         self._config = config
         self._lease = lease
         self.core = Core(
@@ -55,7 +61,10 @@ class Term:
             owner=ids.incarnation(bus.user),
             epoch=lease.epoch,
             record=record,
-            settings=Settings(lost_after_beats=round(config.lost_after_s / config.heartbeat_s)),
+            settings=Settings(
+                lost_after_beats=round(config.lost_after_s / config.heartbeat_s),
+                given_up_ms=round(config.given_up_after_s * 1000),
+            ),
             now_ms=lease.clock.now_ms(),
         )
         self._loopback = subjects.loopback_heartbeat(self.core.owner)
@@ -80,7 +89,7 @@ class Term:
         """
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._effects.close)
-            keeping = asyncio.create_task(self._lease.keep())
+            keeping = asyncio.create_task(self._vitals.run(self._keep_lease))
             serving = asyncio.create_task(self._serve(stack))
             finished = asyncio.create_task(self._finished.wait())
             try:
@@ -95,6 +104,11 @@ class Term:
                     task.cancel()
                 await asyncio.gather(keeping, serving, finished, return_exceptions=True)
                 log.info("model_released", model=self.core.model)
+
+    async def _keep_lease(self, bus: Bus) -> None:
+        """In the thread of the signs of life: an owner that is late goes on owning."""
+        given_up_ms = self._config.given_up_after_s * 1000
+        await self._lease.keep(bus, lambda: self._vitals.lag_ms < given_up_ms)
 
     async def _serve(self, stack: AsyncExitStack) -> None:
         """Recover, then answer and keep time until cancelled."""
@@ -172,6 +186,9 @@ class Term:
         elif kind == "worker" and model == subjects.encode(self.core.model):
             if (beat := decoded(_worker_beat, message, "heartbeat_undecodable")) is not None:
                 self.feed(events.WorkerSeen(beat))
+        elif kind == "pulse" and model == subjects.encode(self.core.model):
+            if (pulse := decoded(_pulse, message, "heartbeat_undecodable")) is not None:
+                self.feed(events.PulseSeen(pulse))
         elif message.subject.startswith(subjects.STREAM_OWNER_HEARTBEATS):
             owner = message.subject.removeprefix(subjects.STREAM_OWNER_HEARTBEATS)
             if (sign := decoded(_stream_owner_beat, message, "heartbeat_undecodable")) is not None:

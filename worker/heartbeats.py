@@ -1,6 +1,11 @@
-"""What a worker tells of itself: heartbeats on the bus, and the same figures as metrics."""
+"""What a worker tells of itself: heartbeats on the bus, the same figures as metrics, and pulses.
+
+A heartbeat says what the worker is doing, and is made by the event loop that does it. A pulse says that it lives, and
+is sent by the thread of the signs of life.
+"""
 
 import asyncio
+import time
 from contextlib import suppress
 
 import structlog
@@ -9,25 +14,32 @@ from contracts import subjects
 from contracts.bus import Bus, BusError
 from contracts.clock import now_ms
 from contracts.messages.base import Codec
-from contracts.messages.control import WorkerHeartbeat
+from contracts.messages.control import WorkerHeartbeat, WorkerPulse
 from contracts.messages.records import Manifest
+from contracts.service.vitals import Vitals
 from worker import metrics
 from worker.core.core import WorkerCore
-from worker.engines.supervisor import EngineSupervisor
+from worker.engines.supervisor import SAMPLE_S, EngineSupervisor
 
 HEARTBEAT_S = 0.5
 BURST_S = 0.02
 """Between two heartbeats: a burst of ends makes one."""
+BURST_COST = 20
+"""And so many times what it took to make one: thousands in flight are not listed fifty times a second."""
 
 _log = structlog.get_logger()
 _heartbeat: Codec[WorkerHeartbeat] = Codec(WorkerHeartbeat)
+_pulse: Codec[WorkerPulse] = Codec(WorkerPulse)
 
 
 class Heartbeats:
     """``run`` must be running. Without a name or a bus only the metrics are kept."""
 
-    def __init__(self, bus: Bus, manifest: Manifest, core: WorkerCore, supervisor: EngineSupervisor) -> None:
+    def __init__(
+        self, bus: Bus, vitals: Vitals, manifest: Manifest, core: WorkerCore, supervisor: EngineSupervisor
+    ) -> None:
         self._bus = bus
+        self._vitals = vitals
         self._manifest = manifest
         self._core = core
         self._supervisor = supervisor
@@ -41,11 +53,28 @@ class Heartbeats:
         """Send one each HEARTBEAT_S and when notified, until cancelled."""
         while True:
             self._notified.clear()
+            begun = time.monotonic()
             await self._send()
-            await asyncio.sleep(BURST_S)
+            pause_s = min(HEARTBEAT_S, max(BURST_S, BURST_COST * (time.monotonic() - begun)))
+            await asyncio.sleep(pause_s)
             with suppress(TimeoutError):
-                async with asyncio.timeout(HEARTBEAT_S - BURST_S):
+                async with asyncio.timeout(HEARTBEAT_S - pause_s):
                     await self._notified.wait()
+
+    async def live(self, bus: Bus) -> None:
+        """Send a pulse each HEARTBEAT_S, until cancelled; not while no work could arrive."""
+        while True:
+            if (worker := self._core.worker) and self._bus.connected:
+                pulse = WorkerPulse(
+                    worker=worker,
+                    lag_ms=self._vitals.lag_ms,
+                    engine_idle_ms=round(self._core.engine_idle_samples * SAMPLE_S * 1000),
+                )
+                try:
+                    await bus.publish(subjects.worker_pulse(self._manifest.name, worker), _pulse.encode(pulse))
+                except BusError as error:
+                    _log.warning("pulse_not_sent", worker=worker, reason=str(error))
+            await asyncio.sleep(HEARTBEAT_S)
 
     async def _send(self) -> None:
         core, attempts, model = self._core, self._core.attempts, self._manifest.name

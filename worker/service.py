@@ -19,6 +19,7 @@ from contracts.messages.control import ControlAnswer, ControlRequest
 from contracts.messages.frames import EndData, ErrorData
 from contracts.messages.records import Manifest, ModelRecord
 from contracts.messages.request import WorkItem
+from contracts.service.vitals import Vitals
 from worker import attempt_store, metrics
 from worker.config import WorkerConfig
 from worker.core import events
@@ -30,6 +31,8 @@ from worker.heartbeats import Heartbeats
 from worker.instance import Instance
 
 MANIFEST_S = 0.5
+LATE_S = 0.5
+"""A worker whose event loop is later than this pulls no more work, and is placed none (scheduler.core.settings)."""
 LAST_S = 5.0
 """After the grace time: for the last terminal events and acknowledgements."""
 
@@ -82,7 +85,8 @@ class Worker:
             stall_samples=max(1, round(config.stall_s / SAMPLE_S)),
         )
         self._generations = Generations(bus, self._supervisor, self._step)
-        self._heartbeats = Heartbeats(bus, manifest, self._core, self._supervisor)
+        self._vitals = Vitals(bus, late_s=LATE_S, changed=self._loop_changed)
+        self._heartbeats = Heartbeats(bus, self._vitals, manifest, self._core, self._supervisor)
         self._stopping = asyncio.Event()
         self._hurried = False
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -110,10 +114,18 @@ class Worker:
 
     async def run(self) -> None:
         """Serve until ``stop``, then drain. Raises what broke."""
+        await self._vitals.start()
+        try:
+            await self._run()
+        finally:
+            await self._vitals.close()
+
+    async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._join()
-            loops = [tasks.create_task(loop) for loop in (self._heartbeats.run(), self._supervisor.run())]
+            running = self._heartbeats.run(), self._supervisor.run(), self._vitals.run(self._heartbeats.live)
+            loops = [tasks.create_task(loop) for loop in running]
             stop = tasks.create_task(self._stopping.wait())
             await asyncio.wait((stop, self._broken), return_when=asyncio.FIRST_COMPLETED)
             if stop.done():
@@ -133,9 +145,17 @@ class Worker:
             version=self._manifest.version,
             on_work=self._on_work,
             on_control=self._on_control,
-            credit=self._core.credit,
+            credit=self._credit,
         )
         self._instance.spawn(self._announce(self._instance))
+
+    def _credit(self) -> int:
+        """What may be pulled now: nothing while the event loop is late, for what runs would be later still."""
+        return 0 if self._vitals.late else self._core.credit()
+
+    def _loop_changed(self, late: bool) -> None:
+        if not late:
+            self._instance.notify()
 
     async def _announce(self, instance: Instance) -> None:
         """Begin to send heartbeats once orders can arrive."""

@@ -59,6 +59,12 @@ class Bus:
         session = await Session.connect(url, name=name, user=user, credentials=credentials, timeout_s=timeout_s)
         return cls(session)
 
+    async def another(self, purpose: str) -> "Bus":
+        """One more connection of the same user, for the event loop that calls. Raises as ``connect``."""
+        session = self.session
+        name = f"{session.name}-{purpose}"
+        return await Bus.connect(session.url, name=name, user=session.user, credentials=session.credentials)
+
     @property
     def user(self) -> str:
         """Whose inbox this connection has: the name of its user on the server."""

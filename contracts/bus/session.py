@@ -83,9 +83,11 @@ class Subscription:
 class Session:
     """Core NATS, made by ``connect``; ``name`` is what the server knows it by, ``user`` whose inbox it has."""
 
-    def __init__(self, name: str, user: str, credentials: Credentials) -> None:
+    def __init__(self, url: str, name: str, user: str, credentials: Credentials) -> None:
+        self.url = url
         self.name = name
         self.user = user
+        self.credentials = credentials
         self.closed = asyncio.Event()
         """Set when the connection is lost for good: the service must exit non-zero."""
         self.reconnects = 0
@@ -117,7 +119,7 @@ class Session:
         if "@" in url:
             raise BusError("an address of the bus holds no credentials: name a seed's file (HEADRACE_NATS_SEED_FILE)")
         credentials.check()
-        self = cls(name, user or credentials.user or subjects.encode(name), credentials)
+        self = cls(url, name, user or credentials.user or subjects.encode(name), credentials)
         client = self._client
         try:
             async with asyncio.timeout(timeout_s):

@@ -121,6 +121,21 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True):
     """By the sender's wall clock: how it differs is measured, nothing is decided by it."""
 
 
+class WorkerPulse(Message, frozen=True, kw_only=True):
+    """Worker -> schedulers every 500 ms, ``hb.v1.pulse.<model>.<worker>``: it lives, also while its event loop is late.
+
+    Sent by a thread of its own; what the worker is doing stands in its heartbeat, which a late loop sends late.
+    """
+
+    BYTES_MAX: ClassVar[int | None] = SMALL
+
+    worker: Name
+    lag_ms: int = 0
+    """How late its event loop is."""
+    engine_idle_ms: int = 0
+    """For how long its engine has made no step, though it has work."""
+
+
 class StreamOwnerHeartbeat(Message, frozen=True, kw_only=True):
     """Gateway or client service -> schedulers every 500 ms, ``hb.v1.stream-owner.<owner>``.
 
@@ -132,6 +147,8 @@ class StreamOwnerHeartbeat(Message, frozen=True, kw_only=True):
     stream_owner: Subject
     leaving: bool = False
     """A goodbye: its open requests are cancelled at once."""
+    lag_ms: int = 0
+    """How late its event loop is, where this is not sent by that loop."""
     sent_at_ms: int = 0
     """By the sender's wall clock, as a worker's."""
 

@@ -142,10 +142,11 @@ class Subscriber:
         """Listen and send heartbeats. Raises BusError when this user may not read ``reply_inbox``."""
         self._subscription = await self._bus.subscribe(self.reply_inbox, self._on_reply)
         await self._beat()
-        self._loops = [
-            asyncio.create_task(_every(TICK_S, self._tick)),
-            asyncio.create_task(_every(HEARTBEAT_S, self._beat)),
-        ]
+        self._loops = [asyncio.create_task(every(TICK_S, self._tick)), asyncio.create_task(self._live())]
+
+    async def _live(self) -> None:
+        """Send heartbeats, until cancelled."""
+        await every(HEARTBEAT_S, self._beat)
 
     async def close(self) -> None:
         """Let spawned work settle, then say goodbye: schedulers cancel at once what is still open."""
@@ -343,13 +344,15 @@ class Subscriber:
                 self._perform(stream, stream.relay.on_tick(now_ms), now)
             stream.on_tick(now)
 
-    async def _beat(self, *, leaving: bool = False) -> None:
-        """Nothing while the bus is away: old heartbeats that are sent late would say nothing."""
+    async def _beat(self, bus: Bus | None = None, *, leaving: bool = False, lag_ms: int = 0) -> None:
+        """By ``bus``, or the main one. Nothing while that is away: frames could not come, either."""
         if not self._bus.connected:
             return
-        beat = StreamOwnerHeartbeat(stream_owner=self.stream_owner, leaving=leaving, sent_at_ms=clock.now_ms())
+        beat = StreamOwnerHeartbeat(
+            stream_owner=self.stream_owner, leaving=leaving, lag_ms=lag_ms, sent_at_ms=clock.now_ms()
+        )
         try:
-            await self._bus.publish(subjects.stream_owner_heartbeat(self.stream_owner), _encode(beat))
+            await (bus or self._bus).publish(subjects.stream_owner_heartbeat(self.stream_owner), _encode(beat))
         except BusError as error:
             log.warning("heartbeat_failed", stream_owner=self.stream_owner, reason=str(error))
 
@@ -362,7 +365,8 @@ def _kept(tasks: set[asyncio.Task[T]], work: Coroutine[Any, Any, T]) -> asyncio.
     return task
 
 
-async def _every(pause_s: float, act: Callable[[], Awaitable[None]]) -> None:
+async def every(pause_s: float, act: Callable[[], Awaitable[None]]) -> None:
+    """``act`` each ``pause_s``, until cancelled."""
     while True:
         await asyncio.sleep(pause_s)
         await act()

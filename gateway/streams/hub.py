@@ -1,10 +1,14 @@
-"""All streams of one gateway process: a Subscriber under the gateway's names, with the gateway's bounds."""
+"""All streams of one gateway process: a Subscriber under the gateway's names, with the gateway's bounds.
+
+Its heartbeats are sent by the thread of the signs of life, so that a gateway that is late keeps its streams.
+"""
 
 from contracts import subjects
 from contracts.bus import Bus
 from contracts.messages.control import CancelReason, CancelRequest
 from contracts.messages.request import RequestEnvelope
-from contracts.streaming.subscriber import Subscriber
+from contracts.service.vitals import Vitals
+from contracts.streaming.subscriber import HEARTBEAT_S, Subscriber, every
 from gateway import metrics
 from gateway.streams.stream import GatewayStream
 
@@ -12,7 +16,7 @@ from gateway.streams.stream import GatewayStream
 class Hub(Subscriber):
     """``hold_s`` and ``bytes_max`` are those of each GatewayStream."""
 
-    def __init__(self, bus: Bus, incarnation: str, *, hold_s: float, bytes_max: int) -> None:
+    def __init__(self, bus: Bus, vitals: Vitals, incarnation: str, *, hold_s: float, bytes_max: int) -> None:
         super().__init__(
             bus,
             reply_inbox=subjects.gateway_reply_inbox(incarnation),
@@ -20,9 +24,16 @@ class Hub(Subscriber):
             cancel_subject=subjects.gateway_cancel,
         )
         self.incarnation = incarnation
+        self._vitals = vitals
         self._hold_s = hold_s
         self._bytes_max = bytes_max
         metrics.STREAMS.set_function(self.__len__)
+
+    async def _live(self) -> None:
+        await self._vitals.run(self._live_by)
+
+    async def _live_by(self, bus: Bus) -> None:
+        await every(HEARTBEAT_S, lambda: self._beat(bus, lag_ms=self._vitals.lag_ms))
 
     def cancel_request(self, envelope: RequestEnvelope, reason: CancelReason) -> None:
         """Cancel a request for the stream that its envelope names, here or a service's."""

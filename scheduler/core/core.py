@@ -16,7 +16,9 @@ from contracts.messages.base import Epoch
 from contracts.messages.control import WITHDRAWN, Announce, CancelAnswer, CancelAttempt, Evict, Progress
 from contracts.messages.records import ModelRecord
 from scheduler.core import events, outcomes, views
+from scheduler.core.admission import RETRY_AFTER_S_MAX
 from scheduler.core.lifecycle import UNHEARD, Lifecycle, cancelled
+from scheduler.core.quotas import seconds
 from scheduler.core.request import Request
 from scheduler.core.settings import Settings
 from scheduler.core.takeover import Takeover
@@ -64,6 +66,7 @@ class Core(Lifecycle):
             events.ControlAnswered: self._control_answered,
             events.StatusAsked: self._status_asked,
             events.WorkerSeen: self._worker_seen,
+            events.PulseSeen: self._pulse_seen,
             events.StreamOwnerSeen: self._stream_owner_seen,
             events.LoopbackSeen: self._loopback_seen,
             events.TimePassed: self._time_passed,
@@ -111,6 +114,7 @@ class Core(Lifecycle):
                 # What the owner before us dispatched under this key may yet be found.
                 self._unsure = [*self._unsure[1 - UNSURE_MAX :], event]
                 return
+            self._check_workers()
             deadline_ms = self.admission.check(asked, self.now_ms, has_room=self.pool.has_room())
         except HeadraceError as error:
             self.refusals[error.code] = self.refusals.get(error.code, 0) + 1
@@ -123,6 +127,16 @@ class Core(Lifecycle):
         self.read_by(request, asked.reader, asked.stream_owner)
         heapq.heappush(self._expiries, (self._expires_at_ms(request), request.id))
         self.do(events.AnswerAdmission(event.handle, self._admitted(request)))
+
+    def _check_workers(self) -> None:
+        """Raises HeadraceError while every worker is slow: what is admitted would wait for nobody knows how long."""
+        if since_ms := self.pool.all_slow_since_ms():
+            raise HeadraceError(
+                "overloaded",
+                "The model's workers have more to do than they can, and take nothing new.",
+                # What has lasted for so long lasts as long again, as far as anybody knows.
+                retry_after_s=min(RETRY_AFTER_S_MAX, seconds(self.now_ms - since_ms)),
+            )
 
     def _joined(self, asked: AdmissionRequest) -> str:
         """Id of the request that runs or ran under the same key; empty when there is none. Raises HeadraceError."""
@@ -367,6 +381,10 @@ class Core(Lifecycle):
             self._drop_unstarted(worker)
         self.dispatch()
 
+    def _pulse_seen(self, event: events.PulseSeen) -> None:
+        self.pool.pulsed(event.pulse, self.now_ms)
+        self.dispatch()
+
     def _cancel_unknown(self, worker: str, progress: Progress) -> None:
         """A cancelled attempt of which the streams know nothing, after a restore of the bus: nobody pays for it."""
         attempt, reason = progress.attempt, "worker_lost"
@@ -383,7 +401,8 @@ class Core(Lifecycle):
         worker.adopted.clear()
 
     def _stream_owner_seen(self, event: events.StreamOwnerSeen) -> None:
-        self.stream_owners.heard(event.beat.stream_owner, self.pool.beats)
+        if event.beat.lag_ms < self.settings.given_up_ms:
+            self.stream_owners.heard(event.beat.stream_owner, self.pool.beats)
         self.clocks.heard(event.beat.stream_owner, event.beat.sent_at_ms, self.now_ms)
         if event.beat.leaving:
             self._stream_owner_lost(event.beat.stream_owner)

@@ -15,6 +15,7 @@ from contracts.messages.control import (
     StatusAnswer,
     StreamOwnerHeartbeat,
     WorkerHeartbeat,
+    WorkerPulse,
 )
 from contracts.messages.frames import Frame
 from contracts.messages.records import ModelRecord, TenantRecord
@@ -119,6 +120,12 @@ class StatusAsked(Event, frozen=True):
     reader: str = ""
     stream_owner: str = ""
     void_below: int = 0
+
+
+class PulseSeen(Event, frozen=True):
+    """A pulse of a worker of this model."""
+
+    pulse: WorkerPulse
 
 
 class WorkerSeen(Event, frozen=True):

@@ -57,12 +57,7 @@ class Lifecycle:
         self.keys = IdempotencyKeys()
         self.queue = FairQueue(ageing_ms=settings.ageing_ms)
         self.admission = AdmissionControl(record, self.queue, now_ms)
-        self.pool = WorkerPool(
-            epoch=epoch,
-            lost_after_beats=settings.lost_after_beats,
-            kv_overbooking=record.limits.kv_overbooking,
-            starvation_timeout_ms=settings.starvation_timeout_ms,
-        )
+        self.pool = WorkerPool(epoch=epoch, settings=settings, kv_overbooking=record.limits.kv_overbooking)
         self.stream_owners = StreamOwners()
         self.clocks = Clocks()
         self.mended: dict[str, int] = {}

@@ -12,6 +12,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """A reservation expires this long after publish_by, so that a message stored in time is never refused."""
     lost_after_beats: int = 6
     """Loopback heartbeats (500 ms apart) of silence until a worker or stream owner is lost: 3 s."""
+    slow_lag_ms: int = 500
+    """A worker whose event loop is later than this is slow: nothing more is placed there. Where it stops to pull."""
+    slow_engine_ms: int = 10_000
+    """So is one whose engine makes no step for so long though it has work: the longest step measured takes seconds."""
+    given_up_ms: int = 30_000
+    """A sign of life from a process whose event loop stands still for so long counts for nothing."""
     cancel_repeat_ms: int = 1_000
     ageing_ms: int = 30_000
     """A batch request that waited this long goes with the interactive ones: half the default deadline."""

@@ -3,14 +3,18 @@
 Silence is counted in loopback heartbeats: the scheduler's own, which travel through the bus to the same subscription
 as those of the workers. While they do not arrive, nobody is lost. A worker that is heard and does not acknowledge the
 owner's epoch, of which each heartbeat of its reminds it, is lost too: nothing could be dispatched meanwhile.
+
+A worker that is alive and late, or whose engine makes no step, is *slow*: what runs there goes on, and nothing more is
+placed there. It is given up, as if it were silent, when its event loop has stood still for much longer.
 """
 
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 from contracts.messages.base import Epoch
-from contracts.messages.control import Progress, WorkerHeartbeat
+from contracts.messages.control import Progress, WorkerHeartbeat, WorkerPulse
 from scheduler.core.request import Request
+from scheduler.core.settings import Settings
 
 EVICTED_MAX = 4096
 """Names of lost workers that are remembered: hours of the worst flapping. A guess."""
@@ -45,6 +49,7 @@ class Worker:
         "kv_reserved",
         "poison_candidates",
         "slots_reserved",
+        "slow_since_ms",
         "work",
     )
 
@@ -53,7 +58,9 @@ class Worker:
         self.heard_at_beat = heard_at_beat
         """Number of loopback heartbeats when it was last heard."""
         self.acknowledged_at_beat = heard_at_beat
-        """The same when it last knew this owner's epoch, or was first heard."""
+        """The same when it last knew this owner's epoch, was too slow to say so, or was first heard."""
+        self.slow_since_ms = 0
+        """0 while it is not slow."""
         self.work: dict[str, Load] = {}
         """By request id: the attempts dispatched here."""
         self.slots_reserved = 0
@@ -104,9 +111,7 @@ class WorkerPool:
     blocks one worker only.
     """
 
-    def __init__(
-        self, *, epoch: Epoch, lost_after_beats: int, kv_overbooking: float, starvation_timeout_ms: int
-    ) -> None:
+    def __init__(self, *, epoch: Epoch, settings: Settings, kv_overbooking: float) -> None:
         self.workers: dict[str, Worker] = {}
         self.evicted: dict[str, int] = {}
         """Worker -> loopback heartbeat of its eviction; a name never comes back."""
@@ -115,8 +120,7 @@ class WorkerPool:
         self.kv_overbooking = kv_overbooking
         """Tokens reserved on a worker may reach its KV cache's capacity times this."""
         self._epoch = epoch
-        self._lost_after_beats = lost_after_beats
-        self._starvation_timeout_ms = starvation_timeout_ms
+        self._settings = settings
         self._reserved_for: dict[str, str] = {}
         """Worker -> the large request that it is reserved for."""
 
@@ -136,6 +140,25 @@ class WorkerPool:
         worker.in_flight = {progress.request_id for progress in beat.in_flight}
         return worker, beat.in_flight
 
+    def pulsed(self, pulse: WorkerPulse, now_ms: int) -> None:
+        """Take in a pulse; one of a process that has stood still for too long says nothing."""
+        worker = self.workers.get(pulse.worker)
+        if worker is None or pulse.lag_ms >= self._settings.given_up_ms:
+            return
+        worker.heard_at_beat = self.beats
+        late = pulse.lag_ms > self._settings.slow_lag_ms
+        if late:
+            worker.acknowledged_at_beat = self.beats
+        if not late and pulse.engine_idle_ms <= self._settings.slow_engine_ms:
+            worker.slow_since_ms = 0
+        elif not worker.slow_since_ms:
+            worker.slow_since_ms = now_ms
+
+    def all_slow_since_ms(self) -> int:
+        """Since when every worker that is ready has been slow; 0 while one is not, or none is ready."""
+        since = [worker.slow_since_ms for worker in self.workers.values() if worker.beat.state == "ready"]
+        return max(since) if all(since) and since else 0
+
     def expect(self, name: str, model: str, version: str) -> Worker:
         """A worker known only from its work (after a takeover): lost unless it is heard."""
         worker = self.workers.get(name)
@@ -146,10 +169,11 @@ class WorkerPool:
 
     def lost(self) -> Iterator[tuple[Worker, str]]:
         """Workers that were not heard for too long, or did not acknowledge the epoch for twice as long; and why."""
+        limit = self._settings.lost_after_beats
         for worker in list(self.workers.values()):
-            if self.beats - worker.heard_at_beat > self._lost_after_beats:
-                yield worker, "was not heard for too long"
-            elif self.beats - worker.acknowledged_at_beat > 2 * self._lost_after_beats:
+            if self.beats - worker.heard_at_beat > limit:
+                yield worker, "stood still for too long" if worker.slow_since_ms else "was not heard for too long"
+            elif self.beats - worker.acknowledged_at_beat > 2 * limit:
                 yield worker, "did not acknowledge its scheduler"
 
     def evict(self, worker: Worker) -> None:
@@ -161,8 +185,8 @@ class WorkerPool:
         self.evicted[worker.beat.worker] = self.beats
 
     def usable(self, worker: Worker) -> bool:
-        """Ready, and has acknowledged this owner's epoch; one that knows a higher one refuses us."""
-        return worker.beat.state == "ready" and worker.beat.epoch == self._epoch
+        """Ready, not slow, and has acknowledged this owner's epoch; one that knows a higher one refuses us."""
+        return worker.beat.state == "ready" and not worker.slow_since_ms and worker.beat.epoch == self._epoch
 
     def unacknowledged(self) -> bool:
         """Whether some worker has not acknowledged the epoch; a takeover waits until it has, or is lost."""
@@ -212,7 +236,7 @@ class WorkerPool:
 
     def reserve_worker(self, request: Request, waited_ms: int) -> None:
         """A request that fits nobody now: after the starvation timeout a worker is reserved for it."""
-        if waited_ms < self._starvation_timeout_ms or request.id in self._reserved_for.values():
+        if waited_ms < self._settings.starvation_timeout_ms or request.id in self._reserved_for.values():
             return
         version = request.envelope.version
         free = [

@@ -25,7 +25,7 @@ def candidate(bus: Bus, owner: str, *, ttl_s: int = 1) -> Lease:
 async def test_one_owner_at_a_time_and_every_epoch_is_higher(bus: Bus) -> None:
     first, second = candidate(bus, "a"), candidate(bus, "b")
     await first.acquire()
-    keeping = asyncio.create_task(first.keep())
+    keeping = asyncio.create_task(first.keep(bus))
     waiting = asyncio.create_task(second.acquire())
     epoch = first.epoch
     await asyncio.sleep(1.5)
@@ -56,7 +56,7 @@ async def test_a_bus_that_does_not_answer_ends_the_lease_in_time(bus: Bus, nats:
     await lease.acquire()
     nats.freeze()
     started = time.monotonic()
-    await asyncio.wait_for(lease.keep(), 3)
+    await asyncio.wait_for(lease.keep(bus), 3)
     nats.thaw()
     assert not lease.held and time.monotonic() - started < 2.0
 
@@ -65,7 +65,7 @@ async def test_a_lease_taken_by_another_ends_at_the_next_renewal(bus: Bus) -> No
     lease = candidate(bus, "a", ttl_s=20)
     await lease.acquire()
     await bus.kv.put(topology.LEASES, KEY, b"b")
-    await asyncio.wait_for(lease.keep(), 1)
+    await asyncio.wait_for(lease.keep(bus), 1)
     assert not lease.held
 
 
@@ -83,7 +83,7 @@ async def test_a_renewal_whose_answer_was_lost_counts(bus: Bus, monkeypatch: pyt
         return revision
 
     monkeypatch.setattr(bus.kv, "update", unanswered)
-    keeping = asyncio.create_task(lease.keep())
+    keeping = asyncio.create_task(lease.keep(bus))
     await asyncio.sleep(2.5)
     assert lost and lease.held and not keeping.done()
     keeping.cancel()
@@ -107,7 +107,7 @@ async def test_an_owner_that_meets_a_higher_epoch_ends_its_term_and_the_next_is_
     await lease.acquire()
     era, revision = lease.epoch.era, lease.epoch.revision
     theirs = Epoch(era, revision + 5_000)
-    keeping = asyncio.create_task(lease.keep())
+    keeping = asyncio.create_task(lease.keep(bus))
     await lease.rise_above(theirs)
     await asyncio.wait_for(keeping, 1)
     await lease.release()
@@ -144,7 +144,7 @@ async def test_after_a_restore_the_owner_s_lease_ends_and_later_epochs_can_be_ra
     nats.stop(signal.SIGTERM)
     shutil.copytree(nats.store, tmp_path / "backup")
     nats.start()
-    keeping = asyncio.create_task(lease.keep())
+    keeping = asyncio.create_task(lease.keep(bus))
     began = lease._revision
     await until(lambda: lease._revision > began + 2, "it was renewed after the backup")
     nats.stop()

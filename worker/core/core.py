@@ -50,6 +50,11 @@ class WorkerCore:
             return 0
         return self.attempts.free_slots
 
+    @property
+    def engine_idle_samples(self) -> int:
+        """Looks in a row at which the engine had made no step, though it has work."""
+        return self._stalls.engine_idle_samples
+
     def progress(self) -> list[Progress]:
         """Of all that is in flight, for the heartbeat."""
         return [

@@ -11,10 +11,13 @@ class StallWatch:
         self._samples = samples
         self._totals = (0, 0)
         self._idle_samples = 0
+        self._steps = 0
+        self.engine_idle_samples = 0
+        """Looks in a row at which an engine with work had made no step."""
 
     def restart(self) -> None:
         """The engine is a new one."""
-        self._totals, self._idle_samples = (0, 0), 0
+        self._totals, self._idle_samples, self.engine_idle_samples = (0, 0), 0, 0
 
     def sample(self, stats: EngineStats, running: list[InFlight]) -> tuple[list[InFlight], bool]:
         """Those of ``running`` that stalled, and whether the engine did.
@@ -24,6 +27,8 @@ class StallWatch:
         totals = (stats.prefill_tokens_total, stats.decode_tokens_total)
         prefilled, moved = totals[0] != self._totals[0], totals != self._totals
         self._totals = totals
+        stepped, self._steps = stats.steps_total != self._steps, stats.steps_total
+        self.engine_idle_samples = 0 if stepped or not running else self.engine_idle_samples + 1
         for attempt in running:
             tokens = attempt.counts.completion_tokens
             idle = tokens == attempt.seen_tokens and not (tokens == 0 and prefilled)

@@ -50,6 +50,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens_total: int = 0
     decode_tokens_total: int = 0
     preemptions_total: int = 0
+    steps_total: int = 0
+    """While the engine has work and lives they go on, also when a step gives no token."""
 
 
 class EngineEvent(msgspec.Struct, frozen=True, kw_only=True):

@@ -145,6 +145,13 @@ class Batch:
         return events
 
     @property
+    def hangs(self) -> bool:
+        """Whether everything that runs stalls for ever."""
+        return bool(self._running) and all(
+            it.trigger is not None and it.trigger.action == "hang" and it.trigger.due for it in self._running
+        )
+
+    @property
     def next_wake(self) -> float | None:
         """When ``step`` has something to do, in seconds; None: not before the next ``add``."""
         while self._heap and self._heap[0][2] != self._heap[0][3].stamp:

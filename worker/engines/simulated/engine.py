@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import cast
 
+import msgspec
+
 from contracts import clock
 from contracts.messages.records import Manifest
 from worker.config import WorkerConfig
 from worker.engines.base import Counts, EngineFailure, EngineStats, Job, check_prompt
 from worker.engines.simulated.answer import ChunkWriter, ParsedJob, parse_job
-from worker.engines.simulated.batch import Action, Batch, EventKind, Sequence, Trigger
+from worker.engines.simulated.batch import STEP_S, Action, Batch, EventKind, Sequence, Trigger
 
 BIG_BODY_BYTES = 65_536
 """Longer bodies are read in a thread: a million words take a good part of a second."""
@@ -44,6 +46,7 @@ class SimulatedEngine:
         self._attempts: set[_Attempt] = set()
         self._timer: asyncio.Handle | None = None
         self._timer_at = math.inf
+        self._steps = 0
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -53,7 +56,11 @@ class SimulatedEngine:
         self._stop(EngineFailure("shutting_down", "the engine was closed", retryable=True))
 
     def stats(self) -> EngineStats:
-        return EngineStats() if self._batch is None else self._batch.stats()
+        if self._batch is None:
+            return EngineStats()
+        if not self._batch.hangs:
+            self._steps = int(self._loop.time() / STEP_S)
+        return msgspec.structs.replace(self._batch.stats(), steps_total=self._steps)
 
     async def check(self) -> None:
         if self._batch is None:
@@ -67,6 +74,8 @@ class SimulatedEngine:
         check_prompt(job, sum(request.prompts))
         if request.simulate.submit_delay_ms:
             await asyncio.sleep(request.simulate.submit_delay_ms / 1000)
+        if request.simulate.block_ms:
+            time.sleep(request.simulate.block_ms / 1000)  # noqa: ASYNC251
         batch = self._living_batch()
         answer = ChunkWriter(job, request, model=self._model, created=int(time.time()))
         attempt = _Attempt(request, answer, counts, self._itl_ms)

@@ -229,12 +229,13 @@ class _Live(StatLoggerBase):
     """The latest figures of one engine core."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-        self.running = self.waiting = self.prefilled = self.decoded = self.preempted = 0
+        self.running = self.waiting = self.prefilled = self.decoded = self.preempted = self.steps = 0
         self.kv_usage = 0.0
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
+        self.steps += 1
         if scheduler_stats is not None:
             self.running = scheduler_stats.num_running_reqs
             self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
@@ -306,6 +307,7 @@ class Parts:
             prefill_tokens_total=sum(it.prefilled for it in live),
             decode_tokens_total=sum(it.decoded for it in live),
             preemptions_total=sum(it.preempted for it in live),
+            steps_total=sum(it.steps for it in live),
         )
 
     def shut_down(self) -> None:
