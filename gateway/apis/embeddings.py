@@ -6,7 +6,7 @@ import msgspec
 
 from contracts.messages.records import Manifest
 from gateway.apis.api import Api, ValidBody
-from gateway.apis.fields import Positive, converted, count_prompts, refuse, travelling
+from gateway.apis.fields import Positive, converted, count_prompts, refuse, travelling, whole_ids
 
 INPUTS_MAX = 2048
 """Texts of one request, as OpenAI has it."""
@@ -37,6 +37,7 @@ class Embeddings(msgspec.Struct):
 
 def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> ValidBody:
     body = converted(fields, EmbeddingsBody)
+    body.input = whole_ids(body.input)
     if count_prompts("input", body.input, vocabulary) > INPUTS_MAX:
         refuse("input", f"More than {INPUTS_MAX} texts in one request.")
     return ValidBody(fields=travelling(body), stream=False, choices=1, max_output_tokens=0)

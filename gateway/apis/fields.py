@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from contracts import whole_numbers
 from contracts.errors import HeadraceError
 
 INT_MAX = 2**31 - 1
@@ -16,7 +17,7 @@ VOCABULARY_MAX = 1 << 20
 Positive = Annotated[int, Meta(ge=1, le=INT_MAX)]
 Text = Annotated[str, Meta(min_length=1)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
+TopP = Annotated[float, Meta(ge=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=INT_MAX)]
 
 T = TypeVar("T")
@@ -84,7 +85,7 @@ _FIELD = re.compile(r"(missing required|unknown) field `(?P<field>[^`]+)`")
 def converted(fields: dict[str, Any], kind: type[T]) -> T:
     """``fields`` as ``kind``; a value of the wrong type or out of range raises HeadraceError with its path."""
     try:
-        return msgspec.convert(fields, kind)
+        return whole_numbers.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise invalid(error) from error
 
@@ -101,10 +102,21 @@ def invalid(error: msgspec.ValidationError) -> HeadraceError:
     return HeadraceError("invalid_request", f"{param}: {reason}." if param else f"{reason}.", param=param)
 
 
-def check_temperature(value: float | None) -> None:
-    """Refuse what the engine cannot divide by."""
-    if isinstance(value, float) and 0 < value < 1e-5:
-        refuse("temperature", "Use 0 for greedy sampling; a temperature below 0.00001 overflows.")
+GREEDY_BELOW = 1e-5
+"""A temperature below this is nobody's but a caller's who means 0; engines divide by it, and overflow."""
+
+
+class Samples(Protocol):
+    """A body that says how to sample."""
+
+    temperature: float | None
+    top_p: float | None
+
+
+def make_greedy(body: Samples) -> None:
+    """What surely means the likeliest token says so in one way: a temperature of 0."""
+    if body.top_p == 0 or (body.temperature is not None and body.temperature < GREEDY_BELOW):
+        body.temperature, body.top_p = 0.0, None
 
 
 def check_token_ids(where: str, ids: list[int] | None, vocabulary: int) -> None:
@@ -118,6 +130,14 @@ def check_parts(where: str, content: Any) -> None:
     for number, part in enumerate(content if isinstance(content, list) else ()):
         if (part.refusal if part.type == "refusal" else part.text) is None:
             refuse(f"{where}[{number}]", f"A part of the type {part.type!r} needs its text.")
+
+
+def whole_ids(prompt: str | list[Any]) -> str | list[Any]:
+    """The prompt, its token ids as integers, however their numbers are written."""
+    kinds = set(map(type, prompt)) if isinstance(prompt, list) else set()
+    if float in kinds:
+        return [whole_numbers.whole(item) for item in prompt]
+    return [whole_ids(item) for item in prompt] if list in kinds else prompt
 
 
 def count_prompts(where: str, prompt: str | list[Any], vocabulary: int) -> int:

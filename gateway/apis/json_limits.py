@@ -19,10 +19,28 @@ def decode(data: bytes | msgspec.Raw) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise HeadraceError("invalid_json", f"The body is not valid JSON: {error}.") from error
+        raise HeadraceError("invalid_json", f"The body is not valid JSON: {_fault(bytes(data)) or error}.") from error
     if not isinstance(body, dict):
         raise HeadraceError("invalid_request", "The body must be a JSON object.")
     return body
+
+
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+)
+"""What a backslash begins: a surrogate pair, half of one (kept), or anything else."""
+
+
+def _fault(data: bytes) -> str:
+    """What the decoder has no words for, and where; empty for what it names itself."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return f"it is not UTF-8 (byte {error.start})"
+    for escape in _ESCAPE.finditer(data):
+        if half := escape[1]:
+            return f"\\{half.decode()} is half of a surrogate pair (byte {escape.start()})"
+    return ""
 
 
 _QUOTED = re.compile(rb'"[^"]*"')

@@ -13,17 +13,7 @@ from msgspec import Meta
 from contracts import errors
 from contracts.messages.frames import ErrorData
 from gateway.apis.api import Api, ValidBody
-from gateway.apis.fields import (
-    Positive,
-    Temperature,
-    Text,
-    TopK,
-    TopP,
-    check_temperature,
-    converted,
-    refuse,
-    travelling,
-)
+from gateway.apis.fields import Positive, Temperature, Text, TopK, TopP, converted, make_greedy, refuse, travelling
 from gateway.apis.response_format import ResponseFormat, named_event
 from gateway.apis.sampling import Stops
 from gateway.apis.structured_outputs import ComplexityLimit, check_schema, check_tools
@@ -125,7 +115,7 @@ class MessagesBody(CountBody, kw_only=True):
 def _valid(fields: dict[str, Any], kind: type[CountBody]) -> ValidBody:
     body = converted(fields, kind)
     max_tokens = body.max_tokens if isinstance(body, MessagesBody) else None
-    check_temperature(body.temperature)
+    make_greedy(body)
     for index, message in enumerate(body.messages):
         if isinstance(message.content, list):
             for number, block in enumerate(message.content):

@@ -36,14 +36,29 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The API's own name for ``x-request-id``, sent beside it."""
 
 
+_LINE_ENDS = ((b"\xe2\x80\xa8", rb"\u2028"), (b"\xe2\x80\xa9", rb"\u2029"), (b"\xc2\x85", rb"\u0085"))
+
+
+def one_line(data: bytes | msgspec.Raw) -> bytes:
+    """JSON without what some languages take for the end of a line: their clients would cut it there.
+
+    Outside ASCII there are three such characters, which stand in texts alone; others JSON always escapes.
+    """
+    data = bytes(data)
+    if not data.isascii():
+        for end, escaped in _LINE_ENDS:
+            data = data.replace(end, escaped)
+    return data
+
+
 def data_event(data: bytes | msgspec.Raw) -> bytes:
     """OpenAI's plain event."""
-    return b"data: %b\n\n" % data
+    return b"data: %b\n\n" % one_line(data)
 
 
 def named_event(data: bytes | msgspec.Raw) -> bytes:
     """The event's name is the chunk's ``type``."""
-    return b"event: %b\ndata: %b\n\n" % (_type_of(data).type.encode(), data)
+    return b"event: %b\ndata: %b\n\n" % (_type_of(data).type.encode(), one_line(data))
 
 
 def openai_error_body(code: str, message: str, param: str | None, request_id: str) -> Json:

@@ -15,8 +15,8 @@ from gateway.apis.fields import (
     Text,
     TopK,
     TopP,
-    check_temperature,
     check_token_ids,
+    make_greedy,
     refuse,
     refuse_fields,
     travelling,
@@ -67,7 +67,7 @@ class Sampling(msgspec.Struct, kw_only=True):
 
     def check(self, vocabulary: int, complexity: ComplexityLimit) -> None:
         """What types do not express; raises HeadraceError."""
-        check_temperature(self.temperature)
+        make_greedy(self)
         for key in self.logit_bias or ():
             # isdecimal alone would let other scripts' digits through.
             if not (key.isascii() and key.isdecimal()) or int(key[:12]) >= vocabulary:
@@ -82,6 +82,7 @@ class StreamOptions(msgspec.Struct):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    """vLLM's: usage so far in every chunk, and at the end."""
 
 
 class TextBody(Sampling, kw_only=True):
@@ -131,6 +132,8 @@ class TextBody(Sampling, kw_only=True):
         if limit is not None and least > limit:
             refuse("min_tokens", f"This is more than the {limit} tokens that the answer may have.")
         left_out = {"max_tokens", "max_completion_tokens", "best_of"}
+        if self.stream_options is not None and self.stream_options.continuous_usage_stats:
+            self.stream_options.include_usage = True
         if not self.stream:
             left_out.add("stream_options")
         if "tools" not in fields:

@@ -11,7 +11,8 @@ from starlette.types import Message, Receive, Scope, Send
 from contracts import errors, ids
 from contracts.errors import HeadraceError
 from gateway import metrics
-from gateway.apis.table import format_of_path
+from gateway.apis.response_format import one_line
+from gateway.apis.table import format_of
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -40,7 +41,7 @@ class Exchange:
         self.answer_headers: Headers = [(b"x-request-id", self.request_id.encode())]
         if self.client_request_id:
             self.answer_headers.append((b"x-client-request-id", self.client_request_id.encode()))
-        self.format = format_of_path(scope["path"])
+        self.format = format_of(scope["path"], scope["headers"])
         if self.format.request_id_header:
             self.answer_headers.append((self.format.request_id_header, self.request_id.encode()))
 
@@ -84,7 +85,8 @@ class Exchange:
     async def fail(self, error: HeadraceError, headers: Headers | None = None, *, status: int = 0) -> None:
         """Answer with the API's error body; ``status`` when it is not the code's own."""
         metrics.ERRORS.labels(error.code).inc()
-        body = msgspec.json.encode(self.format.error_body(error.code, error.message, error.param, self.request_id))
+        content = self.format.error_body(error.code, error.message, error.param, self.request_id)
+        body = one_line(msgspec.json.encode(content))
         extra = list(headers or ())
         if errors.TABLE[error.code].retry_after and error.retry_after_s is not None:
             extra.append((b"retry-after", str(max(1, error.retry_after_s)).encode()))

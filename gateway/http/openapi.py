@@ -6,7 +6,8 @@ What neither knows is added here: msgspec's schemas, the refusals of contracts.e
 import inspect
 from collections.abc import Iterable
 from functools import cache
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import msgspec
 from fastapi import FastAPI, Response
@@ -18,7 +19,7 @@ from contracts.messages.admission import DEADLINE_MS_MAX
 from contracts.messages.base import IDEMPOTENCY_KEY_MAX
 from gateway.apis.api import Api
 from gateway.apis.response_format import OPENAI
-from gateway.apis.table import APIS, format_of_path
+from gateway.apis.table import APIS, format_of
 from gateway.http.typed import TypedRoute, operation_id
 
 VERSION = "1"
@@ -125,12 +126,19 @@ class _Schemas:
     """msgspec's schemas of all types at once, so that no two share a name."""
 
     def __init__(self, kinds: Iterable[Any]) -> None:
-        types = [kind for kind in dict.fromkeys(kinds) if _is_json(kind)]
+        every = [each for kind in kinds if _is_json(kind) for each in _either(kind)]
+        types = list(dict.fromkeys(every))
         found, self.components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
         self._found = dict(zip(types, found, strict=True))
 
     def content(self, kind: Any) -> Schema:
-        return {"application/json": {"schema": self._found[kind]}}
+        found = [self._found[each] for each in _either(kind)]
+        return {"application/json": {"schema": found[0] if len(found) == 1 else {"anyOf": found}}}
+
+
+def _either(kind: Any) -> tuple[Any, ...]:
+    """The forms that an answer may have."""
+    return get_args(kind) if get_origin(kind) in (UnionType, Union) else (kind,)
 
 
 def _is_json(kind: Any) -> bool:
@@ -191,7 +199,7 @@ def _refusals(path: str, statuses: Iterable[int], schemas: _Schemas, limits: Ite
         answers[str(status)] = {
             "description": f"Code {codes}." if codes else "The request's headers are too large.",
             "headers": _headers(*names),
-            "content": schemas.content((OPENAI if status == 431 else format_of_path(path)).error),
+            "content": schemas.content((OPENAI if status == 431 else format_of(path)).error),
         }
     return answers
 

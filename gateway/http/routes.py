@@ -9,24 +9,12 @@ from fastapi import APIRouter, Depends, FastAPI
 from starlette.routing import Route
 
 from contracts.errors import HeadraceError
-from contracts.messages.base import Endpoint
-from contracts.messages.records import Manifest
 from gateway.apis import messages
 from gateway.apis.table import APIS
-from gateway.http import openapi, pages
+from gateway.http import model_list, openapi, pages
 from gateway.http.edge import Edge
 from gateway.http.inference import Inference
-from gateway.http.typed import (
-    BodyReader,
-    CallerDep,
-    Listed,
-    Name,
-    Services,
-    ServicesDep,
-    TypedRoute,
-    caller_for,
-    refusals,
-)
+from gateway.http.typed import BodyReader, Services, ServicesDep, TypedRoute, caller_for, refusals
 from gateway.intake.auth import Identity
 
 
@@ -34,7 +22,7 @@ def public(services: Services, inference: Inference, routers: Iterable[APIRouter
     """What callers reach; ``routers`` have what is beside inference and health."""
     app = _application(services)
     app.router.routes += [Route(api.path, partial(inference, api), methods=["POST"]) for api in APIS.values()]
-    for router in (models, health, pages.public, pages.documents, *routers):
+    for router in (model_list.router, counting, health, pages.public, pages.documents, *routers):
         app.include_router(router)
     return Edge(app, cors_origins=services.config.cors_origins, hsts=bool(services.config.tls_cert_file))
 
@@ -53,49 +41,16 @@ def _application(services: Services) -> FastAPI:
     return app
 
 
-class Model(msgspec.Struct, kw_only=True):
-    """A model as OpenAI lists it."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "headrace"
-    max_model_len: int
-    """Longest prompt and answer together, in tokens."""
-    endpoints: tuple[Endpoint, ...]
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> "Model":
-        return cls(
-            id=manifest.name,
-            created=manifest.created_at_ms // 1000,
-            max_model_len=manifest.context,
-            endpoints=manifest.endpoints,
-        )
-
-
 class TokenCount(msgspec.Struct):
     """Answer to ``/v1/messages/count_tokens``."""
 
     input_tokens: int
 
 
-models = APIRouter(prefix="/v1", tags=["Inference"], route_class=TypedRoute, responses=refusals(401))
+counting = APIRouter(prefix="/v1", tags=["Inference"], route_class=TypedRoute, responses=refusals(401))
 
 
-@models.get("/models")
-async def visible_models(services: ServicesDep, caller: CallerDep) -> Listed[Model]:
-    """Models that the caller may use."""
-    return Listed([Model.of(manifest) for manifest in services.catalog.visible(caller.tenant)])
-
-
-@models.get("/models/{model:path}", responses=refusals(404))
-async def one_model(services: ServicesDep, caller: CallerDep, model: Name) -> Model:
-    """One model, whose name may hold slashes."""
-    return Model.of(services.catalog.resolve(model, caller.tenant).manifest)
-
-
-@models.post("/messages/count_tokens", responses=refusals(404, 429, 503))
+@counting.post("/messages/count_tokens", responses=refusals(404, 429, 503))
 async def count_tokens(
     services: ServicesDep,
     caller: Annotated[Identity, Depends(caller_for("inference"))],

@@ -13,10 +13,12 @@ import msgspec
 from fastapi import Depends, Path, Request, Response
 from fastapi.routing import APIRoute
 
+from contracts import whole_numbers
 from contracts.bus import Bus
 from contracts.errors import HeadraceError
 from contracts.messages.records import Scope
 from gateway.apis import fields
+from gateway.apis.response_format import one_line
 from gateway.config import GatewayConfig
 from gateway.http import body
 from gateway.http.exchange import Exchange
@@ -84,7 +86,7 @@ class BodyReader:
         if self._raw:
             return data
         try:
-            return msgspec.json.decode(data, type=self.kind)
+            return whole_numbers.convert(msgspec.json.decode(data), self.kind)
         except msgspec.ValidationError as error:
             raise fields.invalid(error) from error
         except (msgspec.DecodeError, RecursionError) as error:
@@ -105,7 +107,7 @@ class TypedRoute(APIRoute):
             answer = await endpoint(*args, **kwargs)
             if isinstance(answer, Response):
                 return answer
-            content = msgspec.json.encode(whole(answer))
+            content = one_line(msgspec.json.encode(whole(answer)))
             return Response(content, self.status_code or 200, media_type="application/json")
 
         summary, _, answered.__doc__ = (inspect.getdoc(endpoint) or "").partition("\n\n")

@@ -365,11 +365,11 @@ def output_limit(api: Api, manifest: Manifest, limits: TenantLimits, prompts: li
         raise HeadraceError("invalid_request", f"{part}: The {part} has no tokens.", param=part)
     room = manifest.context - longest
     asked = valid.max_output_tokens
-    if room < (1 if asked is None else asked):
+    if room < (asked or bool(api.limit_field)):  # An engine has room for a token also where none is asked for.
         has = f"{longest} in the {part}"
-        if asked is None:
+        if not asked and api.limit_field:
             asks = f"you asked for {longest} tokens ({has}), and at least one must be left for the completion"
-        elif api.limit_field:
+        elif asked:
             asks = f"you asked for {longest + asked} tokens ({has}, {asked} in the completion)"
         else:
             asks = f"you asked for {longest} tokens"

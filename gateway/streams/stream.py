@@ -16,6 +16,7 @@ from contracts.streaming.relay import Relay
 from contracts.streaming.subscriber import RelayedStream
 from contracts.workload import scope
 from gateway import metrics
+from gateway.apis.response_format import one_line
 from gateway.apis.table import APIS
 
 KEEP_ALIVE_S = 10.0
@@ -99,7 +100,7 @@ class GatewayStream(RelayedStream):
             self.first_chunk_at = now
         self._last_chunk_at = now
         self.chunks += 1
-        self._put(self._event(data) if self.sse else bytes(data))
+        self._put(self._event(data) if self.sse else one_line(data))
         if self._pending_bytes <= self._bytes_max or not self.sse:
             return True
         self._pending = []

@@ -52,6 +52,39 @@ async def test_usage_comes_last_and_only_when_asked_for(asker: Asker) -> None:
     assert asked.usage == asked.chunks[-1]["usage"]
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("endpoint", ["chat/completions", "completions"])
+async def test_d25_usage_so_far_is_in_every_chunk(asker: Asker, endpoint: Endpoint, n: int) -> None:
+    """Over all choices, the prompt once, never falling, and at the end what is booked."""
+    body: dict[str, Any] = {"prompt": LONG_PROMPT} if endpoint == "completions" else {}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for _ in range(2):  # The second time the prompt may be cached.
+        asked: dict[str, Any] = {"max_tokens": 5, "n": n, "temperature": 1, "stream_options": options}
+        job = asker.job(True, endpoint, salt=f"usage-{n}", **body, **asked)
+        answer = await asker.ask(job)
+        usages = [chunk["usage"] for chunk in answer.chunks]
+        told = [usage["completion_tokens"] for usage in usages]
+        assert told == sorted(told) and told[-1] == answer.counts.completion_tokens == 5 * n
+        assert {usage["prompt_tokens"] for usage in usages} == {answer.counts.prompt_tokens}
+        assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
+        assert usages[-1]["prompt_tokens_details"]["cached_tokens"] == answer.counts.cached_tokens
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("prompt", ["one two three", [5, 6, 7], ["one two", "three four"], [[5, 6], [7, 8, 9]]])
+async def test_e02_a_prompt_is_scored_without_output(asker: Asker, prompt: Any, stream: bool) -> None:
+    fields: dict[str, Any] = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 1, "ignore_eos": False}
+    if stream:
+        fields["stream_options"] = {"include_usage": True}
+    answer = await asker.ask(asker.job(stream, "completions", **fields))
+    assert answer.counts.completion_tokens == answer.usage["completion_tokens"] == 0
+    assert answer.usage["prompt_tokens"] == answer.counts.prompt_tokens > 0
+    if asker.kind == "vllm":
+        scores = [choice["logprobs"]["token_logprobs"] for choice in answer.choices]
+        assert sum(map(len, scores)) == answer.counts.prompt_tokens
+        assert all(first is None and None not in rest for first, *rest in scores)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_stop_string_ends_the_answer_and_stays_out(asker: Asker, stream: bool) -> None:
     text = (await asker.ask(asker.job(False, max_tokens=16))).text()

@@ -15,7 +15,7 @@ from contracts.messages.frames import ErrorData
 from contracts.messages.records import Manifest
 from gateway.apis.api import Api
 from gateway.apis.response_format import OPENAI
-from gateway.apis.table import APIS, format_of_path
+from gateway.apis.table import APIS, format_of
 
 MANIFEST = Manifest(name="m", version="1", engine="vllm", context=4096, default_output_tokens=16)
 USER = [{"role": "user", "content": "hi"}]
@@ -92,5 +92,5 @@ def test_events_and_errors_are_whole(api: Api) -> None:
 @each_api
 def test_a_path_has_its_apis_format_whatever_follows_it(api: Api) -> None:
     for path in (api.path, f"{api.path}/", f"{api.path}/count_tokens"):
-        assert format_of_path(path) is api.format
-    assert format_of_path(f"{api.path}x") is OPENAI
+        assert format_of(path) is api.format
+    assert format_of(f"{api.path}x") is OPENAI

@@ -36,6 +36,82 @@ def refused(body: dict[str, Any], endpoint: Endpoint = "chat/completions", **opt
     return caught.value
 
 
+# Numbers ---------------------------------------------------------------------------------------------------
+
+
+def sent(numbers: str, endpoint: Endpoint = "chat/completions", manifest: Manifest = REAL) -> ValidBody:
+    """The body as a caller writes it: ``numbers`` are its last fields."""
+    start = {
+        "chat/completions": '"messages":[{"role":"user","content":"hi"}]',
+        "completions": '"prompt":"hi"',
+        "responses": '"input":"hi"',
+        "messages": '"max_tokens":4096,"messages":[{"role":"user","content":"hi"}]',
+        "embeddings": '"input":"hi"',
+    }[endpoint]
+    return APIS[endpoint].validate(json_limits.decode(f'{{"model":"m",{start},{numbers}}}'.encode()), manifest, None)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "name", "value"),
+    [
+        ('"n":1.0', "n", 1),
+        ('"seed":42.0', "seed", 42),
+        ('"seed":-0.0', "seed", 0),
+        ('"seed":9e18', "seed", 9 * 10**18),
+        ('"top_k":40.0', "top_k", 40),
+        ('"logprobs":true,"top_logprobs":2.0', "top_logprobs", 2),
+        ('"stop_token_ids":[2.0,3e0]', "stop_token_ids", [2, 3]),
+        ('"min_tokens":1e0', "min_tokens", 1),
+    ],
+)
+def test_d23_an_integer_is_a_number_without_a_fraction(numbers: str, name: str, value: object) -> None:
+    found = sent(numbers).fields[name]
+    assert found == value and repr(found) == repr(value)
+
+
+@pytest.mark.parametrize("endpoint", ["chat/completions", "completions", "messages"])
+@pytest.mark.parametrize("written", ["16.0", "1.6e1", "16"])
+def test_d23_limits_are_whole_numbers_in_every_api(endpoint: Endpoint, written: str) -> None:
+    assert sent(f'"max_tokens":{written}', endpoint).max_output_tokens == 16
+
+
+def test_d23_numbers_of_other_fields() -> None:
+    assert sent('"max_output_tokens":16.0', "responses").max_output_tokens == 16
+    assert sent('"dimensions":8.0', "embeddings").fields["dimensions"] == 8
+    thinking = sent('"thinking":{"type":"enabled","budget_tokens":2048.0}', "messages").fields["thinking"]
+    assert repr(thinking["budget_tokens"]) == "2048"
+    assert repr(sent('"prompt":[1.0,2e0]', "completions").fields["prompt"]) == "[1, 2]"
+    assert repr(sent('"prompt":[[1.0],[2]]', "completions").fields["prompt"]) == "[[1], [2]]"
+    kept = sent('"tools":[{"type":"function","function":{"name":"f","parameters":{"properties":{"a":{"const":1.0}}}}}]')
+    assert repr(kept.fields["tools"][0]["function"]["parameters"]["properties"]["a"]["const"]) == "1.0"
+
+
+@pytest.mark.parametrize(
+    "numbers", ['"max_tokens":2.5', '"n":1.5', '"seed":1e30', '"max_tokens":1e12', '"max_tokens":"5"', '"n":true']
+)
+def test_d23_what_is_no_integer_stays_refused(numbers: str) -> None:
+    with pytest.raises(HeadraceError) as caught:
+        sent(numbers)
+    assert caught.value.param == numbers.split('"')[1]
+
+
+@pytest.mark.parametrize("endpoint", ["chat/completions", "completions", "responses", "messages"])
+@pytest.mark.parametrize("numbers", ['"temperature":1e-6', '"temperature":1e-9', '"top_p":0', '"top_p":0.0'])
+def test_d23_what_surely_means_greedy_is_greedy(endpoint: Endpoint, numbers: str) -> None:
+    fields = sent(numbers, endpoint).fields
+    assert fields["temperature"] == 0 and "top_p" not in fields
+
+
+def test_e02_a_prompt_may_be_scored_without_output() -> None:
+    valid = sent('"max_tokens":0,"echo":true,"logprobs":1', "completions")
+    assert valid.max_output_tokens == 0
+    assert output_limit(COMPLETIONS, REAL, TenantLimits(), [4095], valid) == 0
+    with pytest.raises(HeadraceError, match="at least one must be left"):
+        output_limit(COMPLETIONS, REAL, TenantLimits(), [4096], valid)
+    assert refused(TEXT | {"max_tokens": 0}, "completions").param == "max_tokens"
+    assert refused(BASE | {"max_tokens": 0}).param == "max_tokens"
+
+
 # JSON ------------------------------------------------------------------------------------------------------
 
 
@@ -55,6 +131,20 @@ def test_c06_a_lone_surrogate_is_refused(lone: str, body: str) -> None:
     with pytest.raises(HeadraceError, match="not valid JSON") as caught:
         json_limits.decode((body % lone).encode())
     assert caught.value.code == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b'{"a":"x\\ud800"}', r"\\ud800 is half of a surrogate pair \(byte 7\)"),
+        (b'{"a":"\\\\ud800","b":"\\uDFFF"}', r"\\uDFFF is half of a surrogate pair \(byte 20\)"),
+        (b'{"a":"\\ud83d\\ude00\\ud83d"}', r"\\ud83d is half of a surrogate pair \(byte 18\)"),
+        (b'{"a":"\xed\xa0\x80"}', r"not UTF-8 \(byte 6\)"),
+    ],
+)
+def test_e03_what_is_no_text_is_named_with_its_place(data: bytes, words: str) -> None:
+    with pytest.raises(HeadraceError, match=words):
+        json_limits.decode(data)
 
 
 def test_c06_a_pair_is_a_character() -> None:

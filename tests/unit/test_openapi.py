@@ -96,7 +96,7 @@ def test_the_pages_load_nothing_from_elsewhere() -> None:
         {"max_tokens": "5"},
         {"max_tokens": 2.5},
         {"temperature": 2.5},
-        {"top_p": 0},
+        {"top_p": -0.1},
         {"n": 129},
         {"seed": 2**64},
         {"stop": ""},

@@ -184,7 +184,7 @@ async def test_the_context_bounds_prompt_and_output(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_completion_tokens": -1}, "max_completion_tokens"),
         ({"max_tokens": 2.5}, "max_tokens"),
         ({"n": 0}, "n"),

@@ -17,7 +17,7 @@ from worker.engines.base import Counts, EngineFailure, Job
 from worker.engines.vllm.arguments import engine_arguments
 from worker.engines.vllm.asgi import Application, AsgiCall
 from worker.engines.vllm.engine import VllmEngine
-from worker.engines.vllm.translation import STREAM_FORMS, constraint_refusal, failure_of, request_body
+from worker.engines.vllm.translation import STREAM_FORMS, constraint_refusal, failure_of, vllm_request, with_usage
 
 CPU = WorkerConfig(model="small", vllm_slots=8)
 SMALL = Manifest(
@@ -76,9 +76,9 @@ def job(body: bytes, *, stream: bool = True, salt: str = "s") -> Job:
 
 
 def test_the_body_gets_our_fields_and_keeps_the_callers_text() -> None:
-    body = request_body(
+    body = vllm_request(
         job(b'{"model": "x", "stream": true, "temperature": 1.50, "foo": {"a": [1e2]}}', stream=False), "small"
-    )
+    ).body
     assert msgspec.json.decode(body) == {
         "model": "small",
         "stream": False,
@@ -90,8 +90,25 @@ def test_the_body_gets_our_fields_and_keeps_the_callers_text() -> None:
     assert b"1e2" in body
 
 
+def test_d25_usage_on_chunks_is_ours_to_tell() -> None:
+    options = b'{"stream_options": {"include_usage": true, "continuous_usage_stats": true}}'
+    request = vllm_request(job(options), "small")
+    assert request.usage_on_chunks
+    assert msgspec.json.decode(request.body)["stream_options"] == {"include_usage": True}
+    counts = Counts(prompt_tokens=5, completion_tokens=3, cached_tokens=4)
+    chunk = msgspec.json.decode(with_usage(b'{"choices":[{"text":"a \\"choices\\":[]"}]}', counts))
+    assert chunk["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 3,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+    last = b'{"choices":[],"usage":{"prompt_tokens":5}}'
+    assert with_usage(last, counts) == last
+
+
 def test_no_salt_and_a_null_simulate_are_no_fields() -> None:
-    body = request_body(job(b'{"simulate": null}', salt=""), "small")
+    body = vllm_request(job(b'{"simulate": null}', salt=""), "small").body
     assert msgspec.json.decode(body) == {"model": "small", "stream": True}
 
 
@@ -109,7 +126,7 @@ def test_no_salt_and_a_null_simulate_are_no_fields() -> None:
 )
 def test_a_body_that_vllm_must_not_see_is_refused(body: bytes, param: str | None) -> None:
     with pytest.raises(EngineFailure) as refusal:
-        request_body(job(body), "small")
+        vllm_request(job(body), "small")
     assert (refusal.value.code, refusal.value.status, refusal.value.param) == ("invalid_request", 400, param)
 
 
@@ -248,7 +265,7 @@ class Parts:
         for message in self.sent:
             await send(message)
 
-    def record(self, job: Job, counts: Counts) -> tuple[contextvars.Context, Record]:
+    def record(self, job: Job, counts: Counts, *, only_scores: bool) -> tuple[contextvars.Context, Record]:
         counts.completion_tokens += 1
         return contextvars.copy_context(), Record(job, counts)
 

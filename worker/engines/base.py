@@ -5,7 +5,7 @@ writes them into ``Counts`` as tokens are generated.
 """
 
 from collections.abc import AsyncGenerator
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -39,6 +39,15 @@ class Counts(msgspec.Struct, kw_only=True):
     first_token_at_ms: int = 0
     """When the engine gave the first token, by ``clock.monotonic_ms``; 0 before."""
     finish_reason: str = ""
+
+    def usage(self) -> dict[str, Any]:
+        """As OpenAI's chat and completions tell it, reasoning apart."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,22 +18,24 @@ from worker.engines.simulated.batch import prefix_blocks
 
 DEFAULT_TOKENS = 16
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 _Stop = Annotated[str, msgspec.Meta(min_length=1)]
 
 
-class _StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
+class _StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class _Fields(msgspec.Struct):
     """The fields that this engine heeds beside prompt and ``simulate``; it ignores all others."""
 
-    max_tokens: _Positive | None = None
+    max_tokens: _Count | None = None
     max_completion_tokens: _Positive | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
     stop: _Stop | list[_Stop] | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: _StreamOptions = _StreamOptions()
 
 
 class ParsedJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +51,7 @@ class ParsedJob(msgspec.Struct, frozen=True, kw_only=True):
     script: list[bytes] | None
     stops: list[str]
     include_usage: bool
+    usage_on_chunks: bool
     simulate: Simulate
 
     def tokens(self) -> Iterator[bytes]:
@@ -96,7 +99,8 @@ def parse_job(job: Job, context: int) -> ParsedJob:
         lengths=[min(length, context - tokens) for tokens in lengths],
         script=script,
         stops=[fields.stop] if isinstance(fields.stop, str) else fields.stop or [],
-        include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
+        include_usage=fields.stream_options.include_usage,
+        usage_on_chunks=fields.stream_options.continuous_usage_stats,
         simulate=simulate,
     )
 
@@ -147,6 +151,7 @@ class ChunkWriter:
         self._chat = job.endpoint == "chat/completions"
         self._stream = job.stream
         self._include_usage = request.include_usage
+        self._usage_on_chunks = request.usage_on_chunks
         prefix, kind = ("chatcmpl", "chat.completion") if self._chat else ("cmpl", "text_completion")
         if self._chat and self._stream:
             kind = "chat.completion.chunk"
@@ -157,12 +162,12 @@ class ChunkWriter:
         self._parts: list[list[str]] = [[] for _ in self._texts]
         self._reasons: list[str | None] = [None] * len(self._texts)
         self._reasoning = [False] * len(self._texts)
-        self.reasoning_tokens = 0
-        """Tokens so far between the tokens ``<think>`` and ``</think>``, over all choices."""
+        """Whether the choice is between the tokens ``<think>`` and ``</think>``."""
 
-    def give(self, choice: int, reason: str | None, *, empty: bool = False) -> list[bytes]:
+    def give(self, choice: int, reason: str | None, counts: Counts, *, empty: bool = False) -> list[bytes]:
         """The chunks that the choice's next token makes; ``reason`` is given with its last one.
 
+        ``counts`` are those after it, but for reasoning, which is counted here.
         ``empty`` closes a choice without a token. Afterwards ``stopped`` may say that a stop string came.
         """
         text = self._texts[choice]
@@ -170,7 +175,7 @@ class ChunkWriter:
         if token in (b"<think>", b"</think>"):
             self._reasoning[choice] = token == b"<think>"
         elif token and self._reasoning[choice]:
-            self.reasoning_tokens += 1
+            counts.reasoning_tokens += 1
         piece = "" if empty else text.add(token)
         if text.stopped:
             reason = "stop"
@@ -182,7 +187,10 @@ class ChunkWriter:
             return []
         if not piece and reason is None and self._begun[choice]:
             return []
-        return [msgspec.json.encode(self._head | {"choices": [self._delta(choice, piece, reason)]})]
+        chunk: dict[str, Any] = self._head | {"choices": [self._delta(choice, piece, reason)]}
+        if self._usage_on_chunks:
+            chunk["usage"] = _usage(counts)
+        return [msgspec.json.encode(chunk)]
 
     def stopped(self, choice: int) -> bool:
         """Whether a stop string ended the choice."""
@@ -214,10 +222,4 @@ class ChunkWriter:
 
 
 def _usage(counts: Counts) -> dict[str, Any]:
-    return {
-        "prompt_tokens": counts.prompt_tokens,
-        "completion_tokens": counts.completion_tokens,
-        "total_tokens": counts.prompt_tokens + counts.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},
-    }
+    return counts.usage() | {"completion_tokens_details": {"reasoning_tokens": counts.reasoning_tokens}}

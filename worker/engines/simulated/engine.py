@@ -208,9 +208,8 @@ class _Attempt:
         if sequence.given <= 1 and sequence.index % self._request.n == 0:
             counts.cached_tokens += sequence.cached_tokens
         reason = None if kind == "token" else self._request.finish_reason(sequence.index // self._request.n)
-        for chunk in self._answer.give(sequence.index, reason, empty=kind == "empty"):
+        for chunk in self._answer.give(sequence.index, reason, counts, empty=kind == "empty"):
             self.put(chunk)
-        counts.reasoning_tokens = self._answer.reasoning_tokens
         stopped = self._answer.stopped(sequence.index)
         if reason is not None or stopped:
             counts.finish_reason = "stop" if stopped else reason or ""

@@ -20,7 +20,7 @@ from worker.config import WorkerConfig
 from worker.engines.base import Counts, EngineFailure, EngineStats, Job
 from worker.engines.vllm.arguments import ENVIRONMENT, engine_arguments, task_of
 from worker.engines.vllm.asgi import AsgiCall, UnknownForm
-from worker.engines.vllm.translation import checked_answer, event_kind, failed, failure_of, request_body
+from worker.engines.vllm.translation import checked_answer, event_kind, failed, failure_of, vllm_request, with_usage
 
 if TYPE_CHECKING:
     from worker.engines.vllm.parts import Parts, Record
@@ -105,11 +105,12 @@ class VllmEngine:
         parts = self._parts
         if parts is None:
             raise EngineFailure("engine_error", "the engine is not running", retryable=True)
-        context, record = parts.record(job, counts)
+        request = vllm_request(job, self._manifest.name)
+        context, record = parts.record(job, counts, only_scores=request.only_scores)
         call = AsgiCall(
             parts.application,
             f"/v1/{job.endpoint}",
-            request_body(job, self._manifest.name),
+            request.body,
             headers={"x-request-id": job.request_id},
             context=context,
         )
@@ -127,7 +128,7 @@ class VllmEngine:
                 yield answer
                 return
             async for chunk in _chunks(call, job, record):
-                yield chunk
+                yield with_usage(chunk, counts) if request.usage_on_chunks else chunk
             whole = True
         except EngineFailure:
             raise

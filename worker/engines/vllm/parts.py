@@ -57,8 +57,11 @@ Constraint = tuple[Kind, str]
 class Record:
     """What the counting wrapper notes of one attempt."""
 
-    def __init__(self, job: Job, counts: Counts, grammars: Grammars, reasoning: ReasoningParser | None) -> None:
+    def __init__(
+        self, job: Job, counts: Counts, grammars: Grammars, reasoning: ReasoningParser | None, *, only_scores: bool
+    ) -> None:
         self.job = job
+        self._only_scores = only_scores
         self.counts = counts
         self._grammars = grammars
         self._reasoning = reasoning
@@ -91,6 +94,8 @@ class Record:
         if first:
             self.note_prompt(output)
         for completion in output.outputs:
+            if self._only_scores:
+                completion.token_ids = []
             counts.completion_tokens += len(completion.token_ids)
             if self._reasoning is not None:
                 choices.setdefault(completion.index, []).extend(completion.token_ids)
@@ -283,10 +288,13 @@ class Parts:
         """End what ``open_application`` started beside vLLM."""
         await self.grammars.close()
 
-    def record(self, job: Job, counts: Counts) -> tuple[contextvars.Context, Record]:
+    def record(self, job: Job, counts: Counts, *, only_scores: bool) -> tuple[contextvars.Context, Record]:
         """A context for one call of the application, and the record that is written in it."""
         reasoning = self._reasoning_parser and self._reasoning_parser(self._engine.get_tokenizer())
-        context, record = contextvars.copy_context(), Record(job, counts, self.grammars, reasoning or None)
+        context, record = (
+            contextvars.copy_context(),
+            Record(job, counts, self.grammars, reasoning or None, only_scores=only_scores),
+        )
         context.run(_RECORD.set, record)
         return context, record
 

@@ -11,7 +11,7 @@ import msgspec
 from contracts import template_variables
 from contracts.errors import HeadraceError
 from contracts.messages.base import Endpoint
-from worker.engines.base import EngineFailure, Job
+from worker.engines.base import Counts, EngineFailure, Job
 from worker.engines.vllm.asgi import UnknownForm
 
 EventKind = Literal["chunk", "last", "done", "error"]
@@ -54,8 +54,18 @@ def event_kind(endpoint: Endpoint, name: bytes, data: bytes) -> EventKind:
     return "last" if form.last and name == form.last else "chunk"
 
 
-def request_body(job: Job, model: str) -> bytes:
-    """The body for vLLM; values are passed on undecoded. Raises EngineFailure."""
+class VllmRequest(msgspec.Struct, frozen=True):
+    """A job as vLLM gets it, and what is done here beside it."""
+
+    body: bytes
+    usage_on_chunks: bool
+    """Each chunk tells the usage so far: over all choices and prompts, where vLLM has it by choice."""
+    only_scores: bool
+    """The caller wants its prompt back and no token more; vLLM makes one all the same."""
+
+
+def vllm_request(job: Job, model: str) -> VllmRequest:
+    """Values are passed on undecoded. Raises EngineFailure."""
     try:
         fields = msgspec.json.decode(job.body, type=dict[str, msgspec.Raw])
     except msgspec.MsgspecError as error:
@@ -73,7 +83,24 @@ def request_body(job: Job, model: str) -> bytes:
         ours["request_id"] = f"resp_{job.request_id}"  # the others take it from the header
     if job.cache_salt:
         ours["cache_salt"] = job.cache_salt
-    return msgspec.json.encode(fields | ours)
+    options = _json_object(fields.get("stream_options"))
+    usage_on_chunks = options.pop("continuous_usage_stats", None) is True
+    if usage_on_chunks:
+        ours["stream_options"] = options
+    only_scores = job.endpoint == "completions" and bytes(fields.get("max_tokens", b"")) == b"0"
+    return VllmRequest(msgspec.json.encode(fields | ours), usage_on_chunks, only_scores)
+
+
+def with_usage(chunk: bytes, counts: Counts) -> bytes:
+    """The chunk of a stream with the usage so far; the one that tells the final usage has it already."""
+    if b'"choices":[]' in chunk:  # In a text its quotes would be escaped.
+        return chunk
+    return b'%b,"usage":%b}' % (chunk[:-1], msgspec.json.encode(counts.usage()))
+
+
+def _json_object(given: msgspec.Raw | None) -> dict[str, Any]:
+    found = msgspec.json.decode(given) if given is not None else None
+    return found if isinstance(found, dict) else {}
 
 
 def _check_template_variables(given: msgspec.Raw) -> None:
