@@ -34,7 +34,7 @@ from contracts.messages.control import (
 )
 from contracts.messages.frames import EndData, ErrorData, FramesAnswer, FramesRequest, LostData, ReplyMessage
 from contracts.messages.queues import QueueAnswer
-from contracts.messages.records import Budget, KeyRecord, KeyUse, Manifest, ModelRecord, Price, TenantRecord
+from contracts.messages.records import Budget, KeyRecord, KeyUse, Manifest, ModelRecord, Price, Spending, TenantRecord
 from contracts.messages.request import RequestEnvelope, SubmitAnswer, SubmitRequest, WorkItem
 from contracts.messages.usage import (
     ExplainAnswer,
@@ -90,6 +90,14 @@ _RECORDS: Sequence[tuple[str, str, type[msgspec.Struct], str, _Parties, _Parties
         ["gateway", "scheduler", "worker"],
     ),
     ("budget", topology.BUDGETS, Budget, "What was billed in a month, by tenant.", ["ledger"], ["scheduler"]),
+    (
+        "spending",
+        topology.SPENDING,
+        Spending,
+        "What a month cost that is not booked yet.",
+        ["scheduler"],
+        ["scheduler"],
+    ),
     ("invoice", topology.INVOICES, Invoice, "Issued invoices.", ["ledger"], ["ledger"]),
     ("price", topology.PRICES, Price, "Prices.", ["operator"], ["ledger"]),
 )

@@ -189,8 +189,8 @@ def _scheduler_publishes(own: Own) -> Iterator[str]:
     yield f"$JS.API.STREAM.MSG.DELETE.{topology.WORK}"
     yield f"$JS.API.STREAM.PURGE.{topology.BODIES}"
     yield f"$JS.API.CONSUMER.INFO.{topology.WORK}.*"
-    yield from _watch(topology.TENANTS, topology.BUDGETS, topology.MODELS, topology.VERSIONS)
-    yield from _keep(topology.LEASES, *_ADMINISTERED)
+    yield from _watch(topology.TENANTS, topology.BUDGETS, topology.SPENDING, topology.MODELS, topology.VERSIONS)
+    yield from _keep(topology.LEASES, topology.SPENDING, *_ADMINISTERED)
     yield form(subjects.audit)
 
 

@@ -21,6 +21,7 @@ MODELS = "models"
 VERSIONS = "versions"
 LEASES = "leases"
 BUDGETS = "budgets"
+SPENDING = "spending"
 PRICES = "prices"
 INVOICES = "invoices"
 
@@ -110,6 +111,8 @@ STREAMS: list[dict[str, Any]] = [
     _bucket(VERSIONS, 256),
     _bucket(LEASES, 16, subject_delete_marker_ttl=LEASE_MARKER_TTL_S * _SECOND),
     _bucket(BUDGETS, 64),
+    # Some 500 bytes for a model and a tenant with a budget.
+    _bucket(SPENDING, 64),
     _bucket(PRICES, 16),
     # Some 2 KB for a tenant and month: 1,000 tenants for ten years. Never overwritten.
     _bucket(INVOICES, 256),

@@ -99,7 +99,7 @@ class Ledger:
 
     async def _work(self) -> None:
         """Every duty at once, until ``stop``."""
-        budgets = Budgets(self._bus, self._store)
+        budgets = Budgets(self._bus, self._store, DURABLE)
         prices = Prices(self._bus, self._store)
         await prices.start()
         query_api = QueryApi(

@@ -17,6 +17,7 @@ from contracts.messages.attempts import AttemptEvent, Quarantined
 from contracts.messages.base import NOTHING, Codec
 from contracts.messages.control import CancelAttempt, ControlAnswer, ControlRequest
 from contracts.messages.frames import ReplyMessage
+from contracts.messages.records import Spending
 from contracts.messages.request import RequestEnvelope, WorkItem
 from scheduler import metrics
 from scheduler.core import events
@@ -118,6 +119,8 @@ class Effects:
                 self.spawn(self._send_control(worker, order))
             case events.RiseAbove(epoch):
                 self.spawn(self._lease.rise_above(epoch))
+            case events.TellSpending(tenant, spending):
+                self.spawn(self._tell_spending(tenant, spending))
             case events.SendFrame(subject, frame):
                 message = ReplyMessage(epoch=self._core.epoch, frames=[frame])
                 self.spawn(self._bus.publish(subject, _encode(message)))
@@ -206,7 +209,7 @@ class Effects:
         data = _encode(event)
         while self._lease.held:
             try:
-                await self._bus.jetstream.store(
+                stored = await self._bus.jetstream.store(
                     subject, data, msg_id=f"{event.request_id}.{event.attempt}.scheduler", expect_last=0
                 )
                 log.info(
@@ -218,7 +221,7 @@ class Effects:
                     outcome=event.outcome,
                     code=event.error_code,
                 )
-                self._feed(events.TerminalStored(event))
+                self._feed(events.TerminalStored(event, stored.seq))
                 return
             except WrongSequence as error:
                 if error.found is not None:
@@ -238,14 +241,24 @@ class Effects:
         else:
             self._feed(events.EndMissing(request_id, attempt))
 
-    def tell_end(self, message: Incoming) -> None:
-        """Tell the core of an end that ATTEMPTS holds."""
+    def tell_end(self, message: Incoming, *, in_order: bool = False) -> None:
+        """Tell the core of an end that ATTEMPTS holds; ``in_order``: it has been told all before it."""
         try:
-            self._feed(events.TerminalStored(EVENT.decode(message.data)))
+            self._feed(events.TerminalStored(EVENT.decode(message.data), message.stream_seq, in_order))
         except msgspec.MsgspecError as error:  # The ledger sets it aside.
             log.error("event_undecodable", subject=message.subject, seq=message.stream_seq, reason=str(error))
             *_, request_id, attempt = message.subject.split(".")
             self._feed(events.EndUnreadable(subjects.decode(request_id), int(attempt)))
+
+    async def _tell_spending(self, tenant: str, spending: Spending) -> None:
+        if not self._lease.held:
+            return
+        key = f"{subjects.encode(self._core.model)}.{subjects.encode(tenant)}"
+        try:
+            await self._bus.kv.put(topology.SPENDING, key, _encode(spending))
+        except BusError:
+            self._feed(events.SpendingUntold(tenant))
+            raise
 
     async def _was_pulled(self, worker: str, work_seq: int) -> bool:
         """Whether the server had delivered the message to a worker that died before its next heartbeat."""

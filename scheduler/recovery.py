@@ -184,7 +184,7 @@ class Recovery:
 
     def _on_attempt(self, message: Incoming) -> None:
         self._last_attempt_seq = max(self._last_attempt_seq, message.stream_seq)
-        self._effects.tell_end(message)
+        self._effects.tell_end(message, in_order=True)
 
     async def _catch_up(self) -> None:
         """Wait until every end that is stored by now has been fed."""

@@ -14,7 +14,7 @@ from contracts import ids, registry, subjects, topology
 from contracts.bus import Bus, BusError, KvEntry
 from contracts.keys import Peppers
 from contracts.messages.base import Codec
-from contracts.messages.records import Budget, ModelRecord, TenantRecord
+from contracts.messages.records import Budget, ModelRecord, Spending, TenantRecord
 from contracts.service.vitals import Vitals
 from scheduler.administration import AdminService
 from scheduler.config import SchedulerConfig
@@ -29,6 +29,7 @@ LATE_S = 0.5
 """An event loop that is later than this is told of in the log."""
 
 _budget: Codec[Budget] = Codec(Budget)
+_spending: Codec[Spending] = Codec(Spending)
 
 
 class Scheduler:
@@ -40,6 +41,8 @@ class Scheduler:
         self._models: dict[str, ModelRecord] = {}
         self._tenants: dict[str, TenantRecord] = {}
         self._budgets: dict[str, events.BudgetSeen] = {}
+        self._spending: dict[str, dict[str, Spending]] = {}
+        """By model, then tenant."""
         self._terms: dict[str, Term] = {}
         self._campaigns: dict[str, asyncio.Task[None]] = {}
         self._vitals = Vitals(bus, late_s=LATE_S)
@@ -64,6 +67,7 @@ class Scheduler:
             for bucket, handler in (
                 (topology.TENANTS, self._on_tenant),
                 (topology.BUDGETS, self._on_budget),
+                (topology.SPENDING, self._on_spending),
                 (topology.MODELS, self._on_model),
             ):
                 watch = await self._bus.kv.watch(bucket, handler)
@@ -114,17 +118,26 @@ class Scheduler:
             term.feed(events.TenantChanged(name, record))
         for seen in self._budgets.values():
             term.feed(seen)
+        for other in [name for name in self._spending if name in self._models]:
+            for tenant, spending in self._spending[other].items():
+                term.feed(events.SpendingSeen(other, tenant, spending))
         self._terms[model] = term
         await term.run()
         return term.core.over
 
     def _on_model(self, key: str, entry: KvEntry | None) -> None:
         if entry is None:
-            if (campaign := self._campaigns.pop(subjects.decode(key), None)) is not None:
+            name = subjects.decode(key)
+            if (campaign := self._campaigns.pop(name, None)) is not None:
                 campaign.cancel()
+            if self._models.pop(name, None) is not None:
+                self._tell_spending_of(name, gone=True)
             return
         record = registry.read_model(entry)
+        known = record.name in self._models
         self._models[record.name] = record
+        if not known:
+            self._tell_spending_of(record.name)
         if (term := self._terms.get(record.name)) is not None:
             term.feed(events.ModelChanged(record))
         if record.name not in self._campaigns:
@@ -143,9 +156,30 @@ class Scheduler:
         if entry is None:
             return
         budget = _budget.decode(entry.value)
-        seen = events.BudgetSeen(subjects.decode(key), budget.month, budget.tokens)
+        seen = events.BudgetSeen(subjects.decode(key), budget.month, budget.tokens, budget.covers_seq)
         self._budgets[seen.tenant] = seen
         self._feed_all(seen)
+
+    def _on_spending(self, key: str, entry: KvEntry | None) -> None:
+        model, tenant = map(subjects.decode, key.split("."))
+        known = self._spending.setdefault(model, {})
+        if entry is None:
+            known.pop(tenant, None)
+        else:
+            known[tenant] = _spending.decode(entry.value)
+        if model in self._models:
+            self._feed_others(events.SpendingSeen(model, tenant, known.get(tenant)))
+
+    def _tell_spending_of(self, model: str, *, gone: bool = False) -> None:
+        """A model is there, or is not any more: then nothing of it runs, and nobody will tell of it."""
+        for tenant, spending in self._spending.get(model, {}).items():
+            self._feed_others(events.SpendingSeen(model, tenant, None if gone else spending))
+
+    def _feed_others(self, event: events.SpendingSeen) -> None:
+        """The owner of the model itself knows better, and its next one begins with what is known then."""
+        for model, term in self._terms.items():
+            if model != event.model:
+                term.feed(event)
 
     def _feed_all(self, event: events.Event) -> None:
         for term in self._terms.values():

@@ -196,3 +196,27 @@ class Budget(Message, frozen=True, kw_only=True):
     """``2026-11``; entries of earlier months are not cleared."""
     tokens: int
     """Prompt and completion tokens."""
+    covers_seq: int = 0
+    """Every end in ATTEMPTS up to this sequence number is counted, and some later ones may be."""
+
+
+class Seen(Message, frozen=True, kw_only=True):
+    """Tokens of billed ends, up to and with the sequence number ``seq`` of ATTEMPTS, after that of the entry before."""
+
+    seq: int
+    tokens: int
+
+
+class Spending(Message, frozen=True, kw_only=True):
+    """An entry in the SPENDING bucket, keyed ``<model>.<tenant>``: what the model's owner knows and the ledger may not.
+
+    Of tenants with a budget, at most twice a second: for the owners of other models, and for the next one of this.
+    """
+
+    month: Name
+    later: Annotated[list[Seen], FEW] = []
+    """Billed ends that the ledger had not counted."""
+    seq: int = 0
+    """All ends of the model up to here are in ``later``, but for those that the ledger had counted."""
+    reserved_tokens: int = 0
+    """Of open requests."""

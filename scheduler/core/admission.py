@@ -7,8 +7,9 @@ bounds are. Which requests exist, and in what order they run, others decide.
 from contracts import instants
 from contracts.errors import HeadraceError
 from contracts.messages.admission import DEADLINE_MS_MAX, AdmissionRequest
-from contracts.messages.records import ModelRecord, TenantLimits, TenantRecord
+from contracts.messages.records import ModelRecord, Spending, TenantLimits, TenantRecord
 from contracts.tokens import Cost, reserved
+from scheduler.core.budgets import Budgets
 from scheduler.core.fair_queue import FairQueue
 from scheduler.core.quotas import Quota, seconds
 from scheduler.core.request import Request
@@ -31,8 +32,7 @@ class AdmissionControl:
     def __init__(self, record: ModelRecord, queue: FairQueue, now_ms: int) -> None:
         self.record = record
         self.tenants: dict[str, TenantRecord] = {}
-        self.budgets: dict[str, tuple[str, int]] = {}
-        """Tenant -> (UTC month as YYYY-MM, tokens used in it)."""
+        self.budgets = Budgets(record.name)
         self.quotas: dict[str, Quota] = {}
         self.throughput = ThroughputEstimate(now_ms)
         self.retry_reservations = RetryReservations()
@@ -55,6 +55,7 @@ class AdmissionControl:
             self.tenants.pop(name, None)
             return
         self.tenants[name] = record
+        self.budgets.touch(name)  # It may have a budget from now on.
         self._queue.set_weight(name, record.weight)
         if (quota := self.quotas.get(name)) is not None:
             quota.set_limits(self._limits_of(record), now_ms)
@@ -81,7 +82,7 @@ class AdmissionControl:
             raise HeadraceError(
                 "permission_denied", f"The tenant may not use priority {asked.priority}.", param="priority"
             )
-        self._check_budget(tenant, now_ms)
+        self._check_budget(tenant, quota, now_ms)
         quota.check(cost, now_ms, self.throughput.turnover_ms(quota.open))
         wait_ms = 0
         if self.waiting or not has_room:
@@ -100,6 +101,15 @@ class AdmissionControl:
         self.retry_reservations.use(asked.tenant, cost, now_ms)
         return deadline_ms
 
+    def spending_due(self, now_ms: int) -> list[tuple[str, Spending]]:
+        """What other owners are to be told now, by tenant: of those that have a budget."""
+        month = instants.month_of(now_ms)
+        return [
+            (name, self.budgets.telling(name, month, self.quota(name, now_ms).reserved_tokens))
+            for name in self.budgets.due(now_ms)
+            if self.tenant(name).monthly_budget_tokens is not None
+        ]
+
     def pass_time(self, now_ms: int) -> None:
         """Measure what was worked off, and let retry reservations expire."""
         self.throughput.pass_time(now_ms, saturated=len(self._queue) > 0)
@@ -115,18 +125,21 @@ class AdmissionControl:
         self.waiting += 1
         self.waiting_tokens += tokens
         self.reserved_tokens += tokens
+        self.budgets.touch(request.tenant)
         self._count_body(request, 1, now_ms)
 
     def adopt(self, request: Request, now_ms: int) -> None:
         """Charge a request that an earlier owner admitted; whether it waits is counted apart."""
         self.quota(request.tenant, now_ms).adopt(request.cost, request.envelope.admitted_at_ms, now_ms)
         self.reserved_tokens += request.cost.total
+        self.budgets.touch(request.tenant)
         self._count_body(request, 1, now_ms)
 
     def settle(self, request: Request, used: Cost, now_ms: int, *, refund_request: bool = False) -> None:
         """Charge a request what it used instead of what it reserved; it no longer waits."""
         self.quota(request.tenant, now_ms).settle(request.cost, used, now_ms, refund_request=refund_request)
         self.reserved_tokens -= request.cost.total
+        self.budgets.touch(request.tenant)
         self._count_body(request, -1, now_ms)
 
     def count_waiting(self, request: Request, sign: int, now_ms: int) -> None:
@@ -146,18 +159,27 @@ class AdmissionControl:
     def _limits_of(self, record: TenantRecord) -> TenantLimits:
         return record.limits_of(self.record.name)
 
-    def _check_budget(self, tenant: TenantRecord, now_ms: int) -> None:
+    def _check_budget(self, tenant: TenantRecord, quota: Quota, now_ms: int) -> None:
+        """What is open counts as if it used all that it reserves, so that one request alone may pass the budget."""
         budget = tenant.monthly_budget_tokens
         if budget is None:
             return
-        month, used = self.budgets.get(tenant.name, ("", 0))
-        if month == instants.month_of(now_ms) and used >= budget:
+        spent, elsewhere = self.budgets.counted(tenant.name, instants.month_of(now_ms))
+        if spent >= budget:
             _, following_ms = instants.month_around(now_ms)
+            used_up = f"of {budget} tokens is used up" if budget else "is 0 tokens: nothing is admitted"
             raise HeadraceError(
                 "insufficient_quota",
-                f"The monthly budget of {budget} tokens is used up; "
-                f"it starts again on {instants.month_of(following_ms)}-01 UTC.",
+                f"The tenant's monthly budget {used_up}; it starts again on {instants.month_of(following_ms)}-01 UTC.",
                 retry_after_s=seconds(following_ms - now_ms),
+            )
+        running = quota.reserved_tokens + elsewhere
+        if spent + running >= budget:
+            raise HeadraceError(
+                "insufficient_quota",
+                f"Of the tenant's monthly budget of {budget} tokens {spent} are used, and its open requests may use "
+                f"{running}: there may be more when they have ended.",
+                retry_after_s=seconds(self.throughput.turnover_ms(quota.open)),
             )
 
     def _check_queue(self, quota: Quota, tokens: int, wait_ms: int) -> None:

@@ -73,6 +73,8 @@ class Core(Lifecycle):
             events.TenantChanged: self._tenant_changed,
             events.ModelChanged: self._model_changed,
             events.BudgetSeen: self._budget_seen,
+            events.SpendingSeen: self._spending_seen,
+            events.SpendingUntold: self._spending_untold,
         }
 
     @property
@@ -258,6 +260,7 @@ class Core(Lifecycle):
 
     def _terminal_stored(self, stored: events.TerminalStored) -> None:
         event = stored.event
+        self.admission.budgets.ended(event, stored.seq, in_order=stored.in_order)
         self._takeover.end_found(event)
         request = self.requests.get(event.request_id)
         if request is None:
@@ -463,6 +466,9 @@ class Core(Lifecycle):
         self.keys.pass_time(now)
         self.clocks.pass_time(now)
         self.admission.pass_time(now)
+        if not self.recovering:
+            for tenant, spending in self.admission.spending_due(now):
+                self.do(events.TellSpending(tenant, spending))
         self.dispatch()
 
     def _hear_no_more(self) -> None:
@@ -505,7 +511,13 @@ class Core(Lifecycle):
         self.pool.kv_overbooking = event.record.limits.kv_overbooking
 
     def _budget_seen(self, event: events.BudgetSeen) -> None:
-        self.admission.budgets[event.tenant] = (event.month, event.tokens)
+        self.admission.budgets.ledger_said(event.tenant, event.month, event.tokens, event.covers_seq)
+
+    def _spending_seen(self, event: events.SpendingSeen) -> None:
+        self.admission.budgets.owner_said(event.model, event.tenant, event.spending)
+
+    def _spending_untold(self, event: events.SpendingUntold) -> None:
+        self.admission.budgets.touch(event.tenant)
 
 
 def _owner_lost(owner: str) -> str:

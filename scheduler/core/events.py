@@ -18,7 +18,7 @@ from contracts.messages.control import (
     WorkerPulse,
 )
 from contracts.messages.frames import Frame
-from contracts.messages.records import ModelRecord, TenantRecord
+from contracts.messages.records import ModelRecord, Spending, TenantRecord
 from contracts.messages.request import RequestEnvelope, WorkItem
 
 
@@ -69,9 +69,14 @@ class WorkRefused(Event, frozen=True):
 
 
 class TerminalStored(Event, frozen=True):
-    """ATTEMPTS holds this event; it is the attempt's end whoever wrote it."""
+    """ATTEMPTS holds this event, under ``seq``; it is the attempt's end whoever wrote it.
+
+    ``in_order``: all ends before it have been told.
+    """
 
     event: AttemptEvent
+    seq: int = 0
+    in_order: bool = False
 
 
 class EndUnreadable(Event, frozen=True):
@@ -164,11 +169,26 @@ class ModelChanged(Event, frozen=True):
 
 
 class BudgetSeen(Event, frozen=True):
-    """Tokens that the tenant has used this UTC month, from the ledger."""
+    """The ledger's word: tokens billed to the tenant in a UTC month, by the ends up to ``covers_seq`` at least."""
 
     tenant: str
     month: str
     tokens: int
+    covers_seq: int = 0
+
+
+class SpendingSeen(Event, frozen=True):
+    """What the owner of a model has told; None: the entry is gone. Of our own model: the owner before us."""
+
+    model: str
+    tenant: str
+    spending: Spending | None
+
+
+class SpendingUntold(Event, frozen=True):
+    """The bus did not take what was to be told of the tenant."""
+
+    tenant: str
 
 
 class Effect(msgspec.Struct, frozen=True):
@@ -260,6 +280,13 @@ class RiseAbove(Effect, frozen=True):
     """A worker knows an epoch above ours and refuses us: end the term, the next one's epoch must be greater."""
 
     epoch: Epoch
+
+
+class TellSpending(Effect, frozen=True):
+    """Let other owners, and the next one, know what is spent and reserved here; SpendingUntold when that fails."""
+
+    tenant: str
+    spending: Spending
 
 
 class SendFrame(Effect, frozen=True):

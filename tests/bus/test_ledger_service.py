@@ -226,7 +226,11 @@ async def test_events_become_usage_and_budgets(bus: Bus, ledger: Ledger) -> None
         for of in events:
             wanted[of.tenant] = wanted.get(of.tenant, 0) + of.prompt_tokens + of.completion_tokens
         month = datetime.now(UTC).strftime("%Y-%m")
-        return found == {tenant: Budget(month=month, tokens=tokens) for tenant, tokens in wanted.items()}
+        newest = {of.tenant: seq for seq, of in enumerate(events, 1)}
+        covered = all(newest[tenant] <= budget.covers_seq <= len(events) for tenant, budget in found.items())
+        return covered and {tenant: (budget.month, budget.tokens) for tenant, budget in found.items()} == {
+            tenant: (month, tokens) for tenant, tokens in wanted.items()
+        }
 
     await until(budgets_are_right, "budgets")
 

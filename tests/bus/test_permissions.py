@@ -134,8 +134,8 @@ MAY_PUBLISH: dict[str, set[str]] = {
     | read("REQUESTS", "WORK", "ATTEMPTS", "BODIES")
     | taken("REQUESTS")
     | {"audit"}
-    | kept("leases", *ADMINISTERED)
-    | watched("tenants", "budgets", "models", "versions")
+    | kept("leases", "spending", *ADMINISTERED)
+    | watched("tenants", "budgets", "spending", "models", "versions")
     | REPLIES
     | SEEN,
     "worker-0": {"attempt", "beat of worker-0", "work of worker-0 pulled"}

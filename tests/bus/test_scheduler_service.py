@@ -18,7 +18,7 @@ from contracts.messages.attempts import AttemptEvent, Quarantined
 from contracts.messages.base import Epoch
 from contracts.messages.control import Announce, CancelAttempt, Evict, StreamOwnerHeartbeat
 from contracts.messages.frames import ErrorData, LostData
-from contracts.messages.records import Budget, TenantLimits, TenantRecord
+from contracts.messages.records import Budget, Spending, TenantLimits, TenantRecord
 from scheduler import recovery
 from scheduler.core import events
 from scheduler.core.core import Core
@@ -272,15 +272,16 @@ async def test_the_monthly_budget_is_held_against_the_ledger_s_total(shell: Shel
         await shell.bus.kv.put(
             topology.BUDGETS, subjects.encode(TENANT), msgspec.json.encode(Budget(month=of, tokens=tokens))
         )
-        await until(lambda: term.core.admission.budgets.get(TENANT) == (of, tokens), "the total is known")
+        await until(lambda: term.core.admission.budgets.counted(TENANT, of) == (tokens, 0), "the total is known")
 
     await registry.create_tenant(shell.bus, TenantRecord(name=TENANT, monthly_budget_tokens=1000))
     term = await shell.owner(await shell.start())
     assert (await shell.admit()).admitted, "there is no total yet"
     await spent(10_000, "2020-01")
     assert (await shell.admit()).admitted, "the total is of another month"
-    await spent(999)
-    assert (await shell.admit()).admitted
+    await spent(940)
+    assert (await shell.admit()).admitted, "40 more are reserved"
+    assert not (await shell.admit()).admitted, "60 more"
     await spent(1000)
     refused = await shell.admit()
     assert (refused.admitted, refused.code) == (False, "insufficient_quota")
@@ -305,6 +306,31 @@ async def test_a_spent_budget_is_known_to_the_next_owner(shell: Shell) -> None:
     second = await shell.start()
     await shell.stop(first)
     await shell.owner(second)
+    assert (await shell.admit()).code == "insufficient_quota"
+
+
+async def test_what_the_ledger_has_not_counted_is_known_to_the_next_owner(shell: Shell) -> None:
+    await registry.create_tenant(shell.bus, TenantRecord(name=TENANT, monthly_budget_tokens=30))
+    first = await shell.start()
+    await shell.owner(first)
+    worker = await shell.worker()
+    item = await shell.item(await shell.submit())
+    await shell.end(worker, item, prompt_tokens=10, completion_tokens=4, billable=True)
+    item = await shell.item(await shell.submit())
+    key = f"{subjects.encode(MODEL)}.{subjects.encode(TENANT)}"
+
+    async def told() -> bool:
+        entry = await shell.bus.kv.get(topology.SPENDING, key)
+        said = entry and msgspec.json.decode(entry.value, type=Spending)
+        return bool(said and [seen.tokens for seen in said.later] == [14] and said.reserved_tokens == 20)
+
+    await until(told, "an end and an open request are told")
+    assert (await shell.admit()).code == "insufficient_quota"
+    await shell.end(worker, item, prompt_tokens=10, completion_tokens=6, billable=True)
+    second = await shell.start()
+    await shell.stop(first)
+    term = await shell.owner(second)
+    assert term.core.admission.budgets.counted(TENANT, datetime.now(UTC).strftime("%Y-%m")) == (30, 0)
     assert (await shell.admit()).code == "insufficient_quota"
 
 

@@ -1,5 +1,9 @@
 """Tenants' limits and budgets on a whole stack: what a request costs, when it is refused, and what headers say."""
 
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -7,7 +11,7 @@ import pytest
 
 from tests.e2e.test_admin import new_key
 from tests.support.polling import wait_until
-from tests.support.stack import Stack
+from tests.support.stack import Stack, StartStack
 
 CHAT = "/v1/chat/completions"
 
@@ -66,3 +70,62 @@ def test_d10_a_default_that_we_choose_shrinks_to_the_limit_and_what_is_stated_is
     key = tenant(stack, "narrow-stated", "--output-tpm", "10")
     with stack.client(key) as client:
         assert client.post(CHAT, json=chat(stack, max_tokens=5)).status_code == 200
+
+
+def test_d02_a_budget_of_0_refuses_from_the_first_request_on_and_none_frees_at_once(stack: Stack) -> None:
+    key = tenant(stack, "penniless")
+    stack.cli_json("tenant", "set", "penniless", "--monthly-budget", "0")
+    with stack.client(key) as client, ThreadPoolExecutor(20) as threads:
+        wait_until(lambda: client.post(CHAT, json=chat(stack)).status_code == 429, "the budget is seen", 2)
+        body = chat(stack)
+        for answer in threads.map(lambda _: client.post(CHAT, json=body), range(20)):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "insufficient_quota")
+            assert "budget is 0" in answer.text and int(answer.headers["retry-after"]) > 0
+        stack.cli_json("tenant", "set", "penniless", "--monthly-budget", "none")
+        wait_until(lambda: client.post(CHAT, json=body).status_code == 200, "it is lifted", 1)
+
+
+BUDGET = 1000
+SCRIPT = {"max_tokens": 200, "simulate": {"tokens": ["a"] * 200, "itl_ms": 0}}
+
+
+def test_d03_a_budget_holds_in_a_burst_and_whatever_stops_or_dies(start_stack: StartStack) -> None:
+    """The ledger stands still all the time; the scheduler is killed twice."""
+    stack = start_stack()
+    keys = {name: tenant(stack, name) for name in ("burst", "steady")}
+    for name in keys:
+        stack.cli_json("tenant", "set", name, "--monthly-budget", str(BUDGET))
+    for ledger in stack.run.pids["ledger"]:
+        os.kill(ledger, signal.SIGSTOP)
+    body = chat(stack) | SCRIPT
+
+    def used(client: httpx.Client) -> int:
+        """Tokens of one request; 0 when the budget refuses it."""
+        while True:
+            with suppress(httpx.TransportError):
+                answer = client.post(CHAT, json=body)
+                if answer.status_code in (200, 429):
+                    return int(answer.json()["usage"]["total_tokens"]) if answer.status_code == 200 else 0
+                assert answer.status_code == 503, answer.text
+
+    with stack.client(keys["burst"]) as client, ThreadPoolExecutor(50) as threads:
+        spent = list(threads.map(lambda _: used(client), range(50)))
+        assert BUDGET - 200 <= sum(spent) <= BUDGET + 210
+    with stack.client(keys["steady"]) as client:
+        spent = []
+        for number in range(9):
+            if number in (2, 4):
+                os.kill(stack.run.pids["scheduler"][0], signal.SIGKILL)
+            spent.append(used(client))
+        assert BUDGET <= sum(spent) <= BUDGET + 210 and not spent[-1]
+    for ledger in stack.run.pids["ledger"]:
+        os.kill(ledger, signal.SIGCONT)
+    for name, key in keys.items():
+        wait_until(
+            lambda: [row for row in stack.cli_json("usage", "--by", "tenant")["data"] if row["tenant"] == name],  # noqa: B023
+            "the ledger has caught up",
+        )
+        with stack.client(key) as client:
+            assert client.post(CHAT, json=body).status_code == 429
+            stack.cli_json("tenant", "set", name, "--monthly-budget", str(3 * BUDGET))
+            wait_until(lambda: client.post(CHAT, json=body).status_code == 200, "a raised budget holds", 5)

@@ -28,7 +28,7 @@ from contracts.messages.control import (
     WorkerHeartbeat,
 )
 from contracts.messages.frames import Frame
-from contracts.messages.records import ModelRecord, PoolLimits, TenantLimits, TenantRecord
+from contracts.messages.records import ModelRecord, PoolLimits, Spending, TenantLimits, TenantRecord
 from contracts.messages.request import Reply, RequestEnvelope, WorkItem
 from scheduler.core import events, views
 from scheduler.core.core import Core
@@ -93,8 +93,16 @@ class World:
         self.requests: dict[int, RequestEnvelope] = {}
         self.work: dict[int, WorkItem] = {}
         self.attempts: dict[tuple[str, int], AttemptEvent] = {}
+        self.attempt_seqs: dict[tuple[str, int], int] = {}
+        """Sequence numbers in ATTEMPTS."""
         self.untold: list[AttemptEvent] = []
         """Stored events that the core has not read yet."""
+        self.tenants: dict[str, TenantRecord] = {}
+        """Those that differ from LIMITS."""
+        self.budgets: dict[str, events.BudgetSeen] = {}
+        """The ledger's last word about each tenant."""
+        self.spending: dict[str, Spending] = {}
+        """What owners have told of each tenant."""
         self.pending: list[Callable[[], object]] = []
         """Effects that are not performed yet."""
         self.fates: deque[int] = deque()
@@ -131,12 +139,16 @@ class World:
         self.ledger = TokenLedger()
         self.untold.clear()
         for name, limits in LIMITS.items():
-            self.feed(events.TenantChanged(name, TenantRecord(name=name, limits=limits)))
+            self.feed(events.TenantChanged(name, self.tenants.get(name, TenantRecord(name=name, limits=limits))))
+        for seen in self.budgets.values():
+            self.feed(seen)
+        for name, spending in self.spending.items():
+            self.feed(events.SpendingSeen("m", name, spending))
 
     def read_streams(self) -> None:
         """What a new owner does first."""
         for event in list(self.attempts.values()):
-            self.feed(events.TerminalStored(event))
+            self.tell_end(event)
         self.read_work()
         for seq, envelope in list(self.requests.items()):
             self.feed(events.RequestStored(envelope, seq, self.now))
@@ -169,7 +181,12 @@ class World:
 
     def read_ends(self) -> None:
         while self.untold:
-            self.feed(events.TerminalStored(self.untold.pop(0)))
+            self.tell_end(self.untold.pop(0))
+
+    def tell_end(self, event: AttemptEvent) -> None:
+        """As the follower of ATTEMPTS does."""
+        seq = self.attempt_seqs[event.request_id, event.attempt]
+        self.feed(events.TerminalStored(event, seq, in_order=True))
 
     def run_pending(self) -> None:
         """All effects are performed, and what follows from them."""
@@ -222,6 +239,8 @@ class World:
                 self.pending.append(lambda: self.store_work(core, effect))
             case events.ReadEnd(request_id, attempt):
                 self.pending.append(lambda: self.read_end(request_id, attempt))
+            case events.TellSpending(tenant, spending):
+                self.spending[tenant] = spending
             case events.SendControl(worker, order):
                 self.pending.append(lambda: self.control(worker, order))
 
@@ -258,12 +277,14 @@ class World:
         if key in self.attempts:
             return False
         self.attempts[key] = event
+        self.attempt_seqs[key] = len(self.attempt_seqs) + 1
         self.untold.append(event)
         return True
 
     def read_end(self, request_id: str, attempt: int) -> None:
         event = self.attempts.get((request_id, attempt))
-        self.feed(events.TerminalStored(event) if event else events.EndMissing(request_id, attempt))
+        seq = self.attempt_seqs.get((request_id, attempt), 0)
+        self.feed(events.TerminalStored(event, seq) if event else events.EndMissing(request_id, attempt))
 
     def store_work(self, core: Core, effect: events.StoreWork) -> None:
         request = core.awaits_work(effect)

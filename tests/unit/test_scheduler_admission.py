@@ -95,9 +95,9 @@ def with_budget(admission: AdmissionControl) -> AdmissionRequest:
 def test_a_spent_budget_refuses_until_the_month_ends() -> None:
     admission = AdmissionControl(record(), FairQueue(ageing_ms=1_000_000), JANUARY_31)
     asked = with_budget(admission)
-    admission.budgets["t"] = ("2027-01", BUDGET - 1)
+    admission.budgets.ledger_said("t", "2027-01", BUDGET - 1, 1)
     admission.check(asked, JANUARY_31, has_room=True)
-    admission.budgets["t"] = ("2027-01", BUDGET)
+    admission.budgets.ledger_said("t", "2027-01", BUDGET, 2)
     with pytest.raises(HeadraceError, match=r"1000 tokens.*2027-02-01") as refused:
         admission.check(asked, JANUARY_31, has_room=True)
     assert refused.value.code == "insufficient_quota"
@@ -107,11 +107,11 @@ def test_a_spent_budget_refuses_until_the_month_ends() -> None:
 
 
 @pytest.mark.parametrize("known", [None, ("2026-12", 10 * BUDGET)], ids=["no total", "last month's total"])
-def test_without_a_total_of_this_month_a_budget_refuses_nothing(known: tuple[str, int] | None) -> None:
+def test_a_month_without_a_total_has_cost_nothing(known: tuple[str, int] | None) -> None:
     admission = AdmissionControl(record(), FairQueue(ageing_ms=1_000_000), JANUARY_31)
     asked = with_budget(admission)
     if known:
-        admission.budgets["t"] = known
+        admission.budgets.ledger_said("t", *known, 1)
     admission.check(asked, JANUARY_31, has_room=True)
 
 
@@ -119,7 +119,7 @@ def test_the_month_after_december_is_january() -> None:
     december_31 = JANUARY_31 - 31 * DAY_MS
     admission = AdmissionControl(record(), FairQueue(ageing_ms=1_000_000), december_31)
     asked = with_budget(admission)
-    admission.budgets["t"] = ("2026-12", BUDGET)
+    admission.budgets.ledger_said("t", "2026-12", BUDGET, 1)
     with pytest.raises(HeadraceError, match="2027-01-01"):
         admission.check(asked, december_31, has_room=True)
     admission.check(asked, december_31 + DAY_MS, has_room=True)

@@ -88,9 +88,11 @@ def test_the_ledger_s_total_is_held_against_the_monthly_budget() -> None:
     made = World()
     made.now = 1_801_353_600_000  # 2027-01-31
     made.feed(events.TenantChanged("t0", TenantRecord(name="t0", monthly_budget_tokens=100)))
+    made.feed(events.BudgetSeen("t0", "2026-12", 100))
     assert made.answers[made.ask()].admitted, "nothing is known of this month"
-    made.feed(events.BudgetSeen("t0", "2027-01", 99))
-    assert made.answers[made.ask()].admitted
+    made.feed(events.BudgetSeen("t0", "2027-01", 79))
+    assert made.answers[made.ask()].admitted, "20 are reserved"
+    assert made.answers[made.ask()].code == "insufficient_quota", "40 are"
     made.feed(events.BudgetSeen("t0", "2027-01", 100))
     assert made.answers[made.ask()].code == "insufficient_quota"
     assert made.answers[made.ask(tenant="t1")].admitted
