@@ -13,9 +13,9 @@ from contracts import audit, clock, ids, registry
 from contracts.audit import Actor
 from contracts.bus import Bus
 from contracts.errors import HeadraceError
-from contracts.forms import Form, KeyChange, ModelChange, NewKey, NewTenant, TenantChange, given
+from contracts.forms import AliasChange, Form, KeyChange, ModelChange, NewKey, NewTenant, TenantChange, given
 from contracts.keys import ADMIN_SCOPES, SCOPES, Peppers
-from contracts.messages.records import KeyRecord, Manifest, ModelRecord, Scope, TenantRecord
+from contracts.messages.records import Alias, KeyRecord, Manifest, ModelRecord, Scope, TenantRecord
 
 
 class MadeKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +136,19 @@ class Administration:
         async with self._recorded("models.remove", name) as record:
             record.changed = await registry.remove_model(self._bus, name)
 
+    async def set_alias(self, name: str, form: AliasChange) -> Alias:
+        """Say what an alias stands for; every gateway follows within a second."""
+        alias = Alias(name=name, models=form.models, order=form.order)
+        async with self._recorded("aliases.set", name, form) as record:
+            record.changed = await registry.put_alias(self._bus, alias)
+        return record.changed.after
+
+    async def remove_alias(self, name: str) -> Alias:
+        """Forget an alias; gives it as it was."""
+        async with self._recorded("aliases.remove", name) as record:
+            record.changed = await registry.remove_alias(self._bus, name)
+        return record.changed.before
+
     def _permit(self, scopes: Iterable[Scope]) -> None:
         """Nobody gives away, or manages, what it may not do itself. Raises HeadraceError."""
         beyond = (set(scopes) & set(ADMIN_SCOPES)) - self._granted
@@ -178,6 +191,8 @@ ACTIONS: dict[str, Action] = {
     "keys.create": Action("admin:keys", NewKey, lambda do, _, form: do.create_key(form)),
     "keys.change": Action("admin:keys", KeyChange, lambda do, id, form: do.change_key(id, form)),
     "keys.revoke": Action("admin:keys", NoForm, lambda do, id, _: do.revoke_key(id)),
+    "aliases.set": Action("admin:models", AliasChange, lambda do, name, form: do.set_alias(name, form)),
+    "aliases.remove": Action("admin:models", NoForm, lambda do, name, _: do.remove_alias(name)),
     "models.change": Action("admin:models", ModelChange, lambda do, name, form: do.change_model(name, form)),
 }
 """What the admin service does; the rest is for who has the operator's credentials."""

@@ -34,7 +34,17 @@ from contracts.messages.control import (
 )
 from contracts.messages.frames import EndData, ErrorData, FramesAnswer, FramesRequest, LostData, ReplyMessage
 from contracts.messages.queues import QueueAnswer
-from contracts.messages.records import Budget, KeyRecord, KeyUse, Manifest, ModelRecord, Price, Spending, TenantRecord
+from contracts.messages.records import (
+    Alias,
+    Budget,
+    KeyRecord,
+    KeyUse,
+    Manifest,
+    ModelRecord,
+    Price,
+    Spending,
+    TenantRecord,
+)
 from contracts.messages.request import RequestEnvelope, SubmitAnswer, SubmitRequest, WorkItem
 from contracts.messages.usage import (
     ExplainAnswer,
@@ -79,6 +89,7 @@ _ANSWERS = (UsageAnswer, LatencyAnswer, InvoiceAnswer, ExplainAnswer)
 _RECORDS: Sequence[tuple[str, str, type[msgspec.Struct], str, _Parties, _Parties]] = (
     ("key", topology.KEYS, KeyRecord, "API keys by id and HMAC of their secret.", _OPERATED, ["gateway"]),
     ("use", topology.USES, KeyUse, "When each key was last used, by its id.", ["scheduler"], ["operator", "gateway"]),
+    ("alias", topology.ALIASES, Alias, "Names that stand for one of several models.", _OPERATED, ["gateway"]),
     ("tenant", topology.TENANTS, TenantRecord, "Tenants.", _OPERATED, ["gateway", "scheduler"]),
     ("model", topology.MODELS, ModelRecord, "Models.", _OPERATED, ["gateway", "scheduler", "worker"]),
     (

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from contracts.messages.base import Priority
-from contracts.messages.records import Scope, TenantLimits, TenantRecord
+from contracts.messages.records import AliasOrder, PriceTier, Scope, TenantLimits, TenantRecord
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -47,6 +47,7 @@ class TenantChange(Form, frozen=True, kw_only=True):
     deadline_ms: int | msgspec.UnsetType = msgspec.UNSET
     monthly_budget_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
     fallback: bool | msgspec.UnsetType = msgspec.UNSET
+    price_ceiling: PriceTier | msgspec.UnsetType = msgspec.UNSET
     prefix_caching: bool | msgspec.UnsetType = msgspec.UNSET
     disabled: bool | msgspec.UnsetType = msgspec.UNSET
 
@@ -69,6 +70,14 @@ class NewTenant(TenantChange, frozen=True, kw_only=True):
     def record(self) -> TenantRecord:
         """The record that it becomes."""
         return self.apply(TenantRecord(name=self.name))
+
+
+class AliasChange(Form, frozen=True, kw_only=True):
+    """What an alias stands for from now on."""
+
+    models: list[str] = []
+    """Empty: all models."""
+    order: AliasOrder = "listed"
 
 
 class NewKey(Form, frozen=True, kw_only=True):

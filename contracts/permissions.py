@@ -155,7 +155,7 @@ def _keep(*buckets: str) -> Iterator[str]:
 
 _TRAIL_KEPT = tuple(f"$JS.API.STREAM.{call}.{topology.AUDIT}" for call in ("DELETE", "UPDATE", "PURGE", "MSG.DELETE"))
 """An update could let all entries pass their age. Who keeps the server's configuration may add a user that can."""
-_ADMINISTERED = (topology.KEYS, topology.USES, topology.TENANTS, topology.MODELS, topology.VERSIONS)
+_ADMINISTERED = (topology.KEYS, topology.USES, topology.TENANTS, topology.MODELS, topology.VERSIONS, topology.ALIASES)
 
 
 def _gateway_publishes(own: Own) -> Iterator[str]:
@@ -164,7 +164,7 @@ def _gateway_publishes(own: Own) -> Iterator[str]:
     yield from (form(subject) for subject in (*asked, subjects.queues))
     yield subjects.USAGE_QUERIES
     yield subjects.stream_owner_heartbeat(own(subjects.gateway_stream_owner))
-    yield from _watch(topology.KEYS, topology.TENANTS, topology.MODELS, topology.VERSIONS)
+    yield from _watch(topology.KEYS, topology.TENANTS, topology.MODELS, topology.VERSIONS, topology.ALIASES)
     for bucket in _ADMINISTERED:
         yield from _read(f"KV_{bucket}")
     yield from _read(topology.PARTS)

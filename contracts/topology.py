@@ -19,6 +19,7 @@ USES = "uses"
 TENANTS = "tenants"
 MODELS = "models"
 VERSIONS = "versions"
+ALIASES = "aliases"
 LEASES = "leases"
 BUDGETS = "budgets"
 SPENDING = "spending"
@@ -109,6 +110,7 @@ STREAMS: list[dict[str, Any]] = [
     _bucket(MODELS, 64),
     # Manifests of some 10 KB, 600 KB for the largest models: hundreds of those.
     _bucket(VERSIONS, 256),
+    _bucket(ALIASES, 16),
     _bucket(LEASES, 16, subject_delete_marker_ttl=LEASE_MARKER_TTL_S * _SECOND),
     _bucket(BUDGETS, 64),
     # Some 500 bytes for a model and a tenant with a budget.

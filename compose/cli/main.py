@@ -9,6 +9,7 @@ import sys
 import typer
 
 from compose.cli import (
+    alias,
     audit,
     dead_letters,
     doctor,
@@ -46,6 +47,7 @@ GROUPS = {
     "tenant": tenant.app,
     "key": key.app,
     "model": model.app,
+    "alias": alias.app,
     "worker": worker.app,
     "quarantine": quarantine.app,
     "price": price.app,

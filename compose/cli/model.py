@@ -10,6 +10,7 @@ from compose.cli.common import DataDirOption, JsonOption, administer, names, on_
 from compose.cli.worker import WithinOption, ask, is_local
 from compose.stack.control import WITHIN_S
 from compose.stack.data_dir import Engine, Target
+from contracts.messages.records import PriceTier
 
 if TYPE_CHECKING:
     from contracts.bus import Bus
@@ -52,6 +53,7 @@ def model_add(
     name: Annotated[str | None, typer.Argument(help="Known name, or path of a Hugging Face model.")] = None,
     engine: Annotated[Engine, typer.Option(help="Engine of the model's workers.")] = "vllm",
     sim_context: Annotated[int, typer.Option(min=1)] = 1_048_576,
+    price_tier: Annotated[PriceTier, typer.Option(help="What price ceilings are compared with.")] = "standard",
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -61,7 +63,7 @@ def model_add(
     from contracts import topology
     from contracts.administration import Administration
 
-    manifest = make_manifest(engine, name or default_model(engine), sim_context)
+    manifest = make_manifest(engine, name or default_model(engine), sim_context, price_tier)
 
     async def enter(bus: "Bus", _: Target) -> None:
         for line in await topology.ensure(bus):

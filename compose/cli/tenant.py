@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from compose.cli.common import DataDirOption, JsonOption, administer, names, on_bus, show, table
+from contracts.messages.records import PriceTier
 
 app = typer.Typer(no_args_is_help=True, help="Tenants and their limits.")
 
@@ -56,6 +57,7 @@ def tenant_set(
     deadline_ms: Annotated[int | None, typer.Option(min=1, help="Default time to the first token.")] = None,
     monthly_budget: ChangeOption = None,
     fallback: Annotated[bool | None, typer.Option("--fallback/--no-fallback")] = None,
+    price_ceiling: Annotated[PriceTier | None, typer.Option(help="Dearer models are not there for it.")] = None,
     prefix_caching: Annotated[bool | None, typer.Option("--prefix-caching/--no-prefix-caching")] = None,
     disabled: Annotated[bool | None, typer.Option("--disable/--enable")] = None,
     data_dir: DataDirOption = None,
@@ -83,6 +85,7 @@ def tenant_set(
         ("weight", weight),
         ("deadline_ms", deadline_ms),
         ("fallback", fallback),
+        ("price_ceiling", price_ceiling),
         ("prefix_caching", prefix_caching),
         ("disabled", disabled),
     ):

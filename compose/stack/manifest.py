@@ -1,9 +1,11 @@
 """The manifest of a model that this machine can serve: what it is called, what it can do, where its files lie."""
 
+import msgspec
+
 from compose.stack.data_dir import Engine
 from compose.stack.terminal import Terminal
 from contracts import registry
-from contracts.messages.records import Manifest
+from contracts.messages.records import Manifest, PriceTier
 
 SIMULATED_MODEL = "simulated"
 SIMULATED_CONTEXT = 1_048_576
@@ -19,7 +21,7 @@ def default_model(engine: Engine) -> str:
     return models.DEFAULT_MODEL
 
 
-def make_manifest(engine: Engine, name: str, sim_context: int) -> Manifest:
+def make_manifest(engine: Engine, name: str, sim_context: int, price_tier: PriceTier = "standard") -> Manifest:
     """The manifest of a model; its files are prepared, with progress on the terminal, where it has any."""
     if engine == "simulated":
         made = Manifest(
@@ -28,6 +30,7 @@ def make_manifest(engine: Engine, name: str, sim_context: int) -> Manifest:
             engine="simulated",
             context=sim_context,
             default_output_tokens=SIMULATED_OUTPUT_TOKENS,
+            capabilities=("tools", "json", "reasoning"),  # Its answers are scripted.
         )
     else:
         from compose.stack import models
@@ -38,4 +41,7 @@ def make_manifest(engine: Engine, name: str, sim_context: int) -> Manifest:
         finally:
             terminal.show("")
     registry.check_name("model name", made.name)
+    if price_tier != made.price_tier:
+        made = msgspec.structs.replace(made, price_tier=price_tier)
+        made = msgspec.structs.replace(made, version=f"v1-{registry.identity(made)[:8]}")
     return made

@@ -30,7 +30,7 @@ import msgspec
 from compose.stack.data_dir import ComposeError, write_private
 from contracts import registry
 from contracts.messages.base import Endpoint
-from contracts.messages.records import Artifact, Manifest
+from contracts.messages.records import Artifact, Capability, Manifest
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The public name of the model that `headrace up` serves unless told otherwise."""
@@ -242,6 +242,7 @@ def _describe(name: str, path: Path, progress: Callable[[str], None]) -> Manifes
         engine="vllm",
         context=_context(path),
         endpoints=("embeddings",) if _embeds(path) else TEXT_ENDPOINTS,
+        capabilities=_capabilities(path),
         default_output_tokens=OUTPUT_TOKENS,
         artifacts={file: Artifact(sha256=digest) for file, digest in _hash_files(chosen).items()},
         path=str(path),
@@ -278,6 +279,13 @@ def _embeds(path: Path) -> bool:
     return (path / "modules.json").is_file() or any(
         name.endswith(("ForMaskedLM", "EmbeddingModel", "BertModel", "RobertaModel")) for name in architectures
     )
+
+
+def _capabilities(path: Path) -> tuple[Capability, ...]:
+    """Any model of text can be held to JSON; tools need a template that shows them to it."""
+    if _embeds(path):
+        return ("embeddings",)
+    return ("tools", "json") if "tools" in (read_chat_template(path) or "") else ("json",)
 
 
 def _directory_name(path: Path) -> str:

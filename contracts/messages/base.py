@@ -78,6 +78,10 @@ class RequestFacts(Message, frozen=True, kw_only=True):
     choices: int = 1
     """Answers generated in all: prompts times ``n``."""
     idempotency: IdempotencyKey | None = None
+    requested_model: Name = ""
+    """The model or alias that the caller named, where another model answers; else empty."""
+    choice_reason: Line = ""
+    """Why that one answers."""
 
 
 class RequestDemand(RequestFacts, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
-"""Records in KV buckets: models and their versions, tenants, keys, prices, budgets."""
+"""Records in KV buckets: models and their versions, aliases, tenants, keys, prices, budgets."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from contracts.messages.base import FEW, MANY, Endpoint, Line, Message, Name, Priority, Text, Whole
 
@@ -54,6 +54,11 @@ class Base(Message, frozen=True, kw_only=True):
 
 Capability = Literal["tools", "json", "reasoning", "embeddings"]
 
+PriceTier = Literal["economy", "standard", "premium"]
+"""What a price ceiling is compared with. Prices themselves are the ledger's (Price)."""
+PRICE_TIERS: tuple[PriceTier, ...] = get_args(PriceTier)
+"""From cheap to dear."""
+
 
 class Manifest(Message, frozen=True, kw_only=True):
     """A version of a model: an entry in the VERSIONS bucket, keyed ``<model>.<version>``, written once."""
@@ -76,8 +81,7 @@ class Manifest(Message, frozen=True, kw_only=True):
     """Of how it counts (contracts.fingerprint); empty where nobody counts."""
     endpoints: Annotated[tuple[Endpoint, ...], FEW] = ("chat/completions", "completions")
     capabilities: Annotated[tuple[Capability, ...], FEW] = ()
-    price_tier: Name = ""
-    """What an alias's price ceiling is compared with."""
+    price_tier: PriceTier = "standard"
     engine_arguments: Annotated[dict[Line, Any], FEW] = {}
     """The engine's own, over those that Headrace gives."""
     golden: Golden | None = None
@@ -96,6 +100,20 @@ class ModelRecord(Message, frozen=True, kw_only=True):
     fallbacks: Annotated[list[Line], FEW] = []
     removed: bool = False
     """Nothing new is admitted; its owner deletes the entry once its last request has ended."""
+    created_at_ms: int = 0
+
+
+AliasOrder = Literal["listed", "cheapest", "dearest", "soonest"]
+"""As the alias lists them; by price tier; by how many requests there are for each slot."""
+
+
+class Alias(Message, frozen=True, kw_only=True):
+    """An entry in the ALIASES bucket, keyed by the encoded name: it stands for the first model that fits and is up."""
+
+    name: Name
+    models: Annotated[list[Line], FEW] = []
+    """Empty: all models."""
+    order: AliasOrder = "listed"
     created_at_ms: int = 0
 
 
@@ -126,6 +144,8 @@ class TenantRecord(Message, frozen=True, kw_only=True):
     monthly_budget_tokens: int | None = None
     fallback: bool = False
     """Whether an overloaded model's request may go to a fallback."""
+    price_ceiling: PriceTier = "premium"
+    """Dearer models are as if they were not there."""
     prefix_caching: bool = True
     disabled: bool = False
     created_at_ms: int = 0

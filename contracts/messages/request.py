@@ -5,6 +5,7 @@ import msgspec
 from contracts.messages.admission import RateLimits
 from contracts.messages.base import NOTHING, Endpoint, Epoch, Line, Message, Name, RequestDemand, RequestId, Subject
 from contracts.messages.frames import ErrorData
+from contracts.messages.records import PriceTier
 
 
 class Reply(Message, frozen=True, kw_only=True):
@@ -65,6 +66,8 @@ class SubmitRequest(Message, frozen=True, kw_only=True):
     body: msgspec.Raw = NOTHING
     """OpenAI body; its ``model`` may be left out."""
     deadline_ms: int | None = None
+    price_ceiling: PriceTier | None = None
+    """Nothing dearer answers; the tenant's own ceiling holds all the same."""
     stream_owner: Subject = ""
     """Incarnation under which the service sends heartbeats, if it does."""
     idempotency_key: Line = ""
@@ -82,6 +85,8 @@ class SubmitAnswer(Message, frozen=True, kw_only=True):
     (StatusAnswer.worker) for them."""
     model: Name = ""
     """Whose scheduler owns the request, for cancel and status; empty when it is the model asked for."""
+    choice_reason: Line = ""
+    """Why that one answers, where the model asked for is an alias, or a fallback answers."""
     status: int = 200
     error: ErrorData | None = None
     limits: RateLimits | None = None

@@ -4,6 +4,7 @@ How they are checked, read and written. Who may change them, and the trail of it
 else calls what writes here. Every function raises HeadraceError with what to change.
 """
 
+from contracts.registry.alias_records import BUILT_IN, aliases, put_alias, read_alias, remove_alias
 from contracts.registry.base import Changed, check_name
 from contracts.registry.key_records import (
     ShownKey,
@@ -48,6 +49,11 @@ from contracts.registry.tenant_records import (
 )
 
 __all__ = [
+    "BUILT_IN",
+    "aliases",
+    "put_alias",
+    "read_alias",
+    "remove_alias",
     "Changed",
     "ShownKey",
     "change_key",

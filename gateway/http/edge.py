@@ -18,6 +18,7 @@ from gateway.http.exchange import Exchange, Headers
 _log = structlog.get_logger()
 
 _EXPOSED = (
+    b"x-headrace-model, x-headrace-choice, "
     b"x-request-id, x-client-request-id, idempotent-replayed, retry-after, x-should-retry, "
     b"x-ratelimit-limit-requests, x-ratelimit-remaining-requests, "
     b"x-ratelimit-reset-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"

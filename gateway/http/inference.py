@@ -6,11 +6,13 @@ The status line of a stream waits for the first frame, so that early failures ar
 
 import asyncio
 import time
+from urllib.parse import quote
 
 from starlette.types import Receive, Scope, Send
 
 from contracts.errors import HeadraceError
 from contracts.messages.admission import DEADLINE_MS_MAX, RateLimits
+from contracts.messages.records import PRICE_TIERS, PriceTier
 from contracts.messages.request import Reply
 from contracts.workload import scope
 from gateway import metrics
@@ -97,6 +99,7 @@ class Inference:
             stream_owner=self._hub.stream_owner,
             deadline_ms=_deadline_ms(headers),
             client_request_id=exchange.client_request_id,
+            price_ceiling=_price_ceiling(headers),
             idempotency_key=_idempotency_key(headers),
         )
         data = await body.read(exchange, self._config)
@@ -127,7 +130,7 @@ class Inference:
 
     async def _prepare(self, context: RequestContext, data: bytes, log: RequestLog) -> Prepared:
         parsed = await self._intake.parse(context.identity.tenant, data)
-        log.model = parsed.model.manifest.name
+        log.model = parsed.name
         prepared = await self._intake.prepare(context, parsed)
         log.envelope = prepared.envelope
         return prepared
@@ -139,6 +142,7 @@ class Inference:
         log.admitted_at = time.monotonic()
         log.envelope, log.limits = admitted.envelope, admitted.limits
         stream.model = log.model = admitted.envelope.model
+        log.version = admitted.version
         stream.scope = scope(admitted.envelope, admitted.envelope.version)
         await self._intake.publish(admitted)
         if admitted.joined:
@@ -159,7 +163,7 @@ async def _write_events(exchange: Exchange, stream: GatewayStream, caller: Calle
     await stream.ready()
     if stream.ended and not stream.first_chunk_at:
         log.raise_for(stream)
-    headers = [*_STREAM_HEADERS, *_limit_headers(log.limits)]
+    headers = [*_STREAM_HEADERS, *_answer_headers(log)]
     await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
     stream.committed = True
     send = exchange.send_body
@@ -186,7 +190,7 @@ async def _write_answer(exchange: Exchange, stream: GatewayStream, caller: Calle
         await stream.ready()
     log.raise_for(stream)
     caller.let_go()
-    await exchange.respond(200, stream.take(), b"application/json", _limit_headers(log.limits))
+    await exchange.respond(200, stream.take(), b"application/json", _answer_headers(log))
 
 
 def _deadline_ms(headers: Headers) -> int | None:
@@ -202,11 +206,37 @@ def _deadline_ms(headers: Headers) -> int | None:
     )
 
 
+def _price_ceiling(headers: Headers) -> PriceTier | None:
+    given = [value.strip().decode("latin-1") for name, value in headers if name == b"x-headrace-price-ceiling"]
+    if not given:
+        return None
+    for tier in PRICE_TIERS:
+        if given == [tier]:
+            return tier
+    message = f"X-Headrace-Price-Ceiling must be one of {', '.join(PRICE_TIERS)}."
+    raise HeadraceError("invalid_request", message, param="X-Headrace-Price-Ceiling")
+
+
 def _idempotency_key(headers: Headers) -> str:
     given = [value.strip() for name, value in headers if name == b"idempotency-key"]
     if not given:
         return ""
     return idempotency_key(given[0].decode("latin-1") if len(given) == 1 else "", "Idempotency-Key")
+
+
+def _answer_headers(log: RequestLog) -> Headers:
+    """Which version of which model answers, why where that had to be chosen, and the state of limits."""
+    headers = _limit_headers(log.limits)
+    if log.envelope is not None and log.version:
+        headers.append((b"x-headrace-model", _header_text(f"{log.envelope.model}@{log.version}")))
+        if log.envelope.choice_reason:
+            headers.append((b"x-headrace-choice", _header_text(log.envelope.choice_reason)))
+    return headers
+
+
+def _header_text(text: str) -> bytes:
+    """Names may hold any character; a header only these (percent-encoded, as in a URL)."""
+    return quote(text, safe=" @;:,./+=~!$'()*&").encode()
 
 
 def _limit_headers(limits: RateLimits | None) -> Headers:

@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Query, Request
 
 from contracts.messages.base import Endpoint
-from contracts.messages.records import Manifest
+from contracts.messages.records import PRICE_TIERS, Capability, Manifest, PriceTier
 from gateway.apis.fields import refuse
 from gateway.apis.table import is_anthropics
 from gateway.http.typed import CallerDep, Listed, Name, ServicesDep, TypedRoute, refusals
@@ -26,6 +26,13 @@ class Model(msgspec.Struct, kw_only=True):
     max_model_len: int
     """Longest prompt and answer together, in tokens."""
     endpoints: tuple[Endpoint, ...]
+    capabilities: tuple[Capability, ...]
+    price_tier: PriceTier
+    """Of an alias: of the dearest."""
+    parent: str | None = None
+    """Of a LoRA adapter: the model that it is of."""
+    alias_of: tuple[str, ...] = ()
+    """Models one of which answers; empty for a model."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> "Model":
@@ -34,6 +41,22 @@ class Model(msgspec.Struct, kw_only=True):
             created=manifest.created_at_ms // 1000,
             max_model_len=manifest.context,
             endpoints=manifest.endpoints,
+            capabilities=manifest.capabilities,
+            price_tier=manifest.price_tier,
+            parent=manifest.base.model if manifest.base else None,
+        )
+
+    @classmethod
+    def of_alias(cls, name: str, models: Sequence[Manifest]) -> "Model":
+        """What one of them can."""
+        return cls(
+            id=name,
+            created=min(each.created_at_ms for each in models) // 1000,
+            max_model_len=max(each.context for each in models),
+            endpoints=tuple(dict.fromkeys(endpoint for each in models for endpoint in each.endpoints)),
+            capabilities=tuple(dict.fromkeys(ability for each in models for ability in each.capabilities)),
+            price_tier=max((each.price_tier for each in models), key=PRICE_TIERS.index),
+            alias_of=tuple(each.name for each in models),
         )
 
 
@@ -111,8 +134,10 @@ router = APIRouter(prefix="/v1", tags=["Inference"], route_class=TypedRoute, res
 async def visible_models(
     services: ServicesDep, caller: CallerDep, anthropic: AnthropicDep, page: Annotated[Page, Depends()]
 ) -> Listed[Model] | AnthropicModels:
-    """Models that the caller may use; for Anthropic's clients in their form, and in pages."""
+    """Models that the caller may use, then aliases of them; for Anthropic's clients in their form, and in pages."""
     models = [Model.of(manifest) for manifest in services.catalog.visible(caller.tenant)]
+    aliases = services.catalog.aliases(caller.tenant).items()
+    models += [Model.of_alias(name, stands_for) for name, stands_for in aliases]
     return page.of(models) if anthropic else Listed(models)
 
 
@@ -120,6 +145,9 @@ async def visible_models(
 async def one_model(
     services: ServicesDep, caller: CallerDep, anthropic: AnthropicDep, model: Name
 ) -> Model | AnthropicModel:
-    """One model, whose name may hold slashes."""
-    found = Model.of(services.catalog.resolve(model, caller.tenant).manifest)
+    """One model or alias, whose name may hold slashes."""
+    if stands_for := services.catalog.aliases(caller.tenant).get(model):
+        found = Model.of_alias(model, stands_for)
+    else:
+        found = Model.of(services.catalog.resolve(model, caller.tenant).manifest)
     return AnthropicModel.of(found) if anthropic else found

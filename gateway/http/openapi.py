@@ -17,6 +17,7 @@ from starlette.routing import Route
 from contracts import errors
 from contracts.messages.admission import DEADLINE_MS_MAX
 from contracts.messages.base import IDEMPOTENCY_KEY_MAX
+from contracts.messages.records import PRICE_TIERS
 from gateway.apis.api import Api
 from gateway.apis.response_format import OPENAI
 from gateway.apis.table import APIS, format_of
@@ -45,6 +46,12 @@ _DEADLINE: Schema = {
     "schema": {"type": "integer", "minimum": 1, "maximum": DEADLINE_MS_MAX},
     "description": "Time to the first token that the caller accepts; without it the tenant's default holds.",
 }
+_CEILING: Schema = {
+    "in": "header",
+    "name": "X-Headrace-Price-Ceiling",
+    "schema": {"enum": list(PRICE_TIERS)},
+    "description": "Nothing of a dearer price tier answers; the tenant's own ceiling holds all the same.",
+}
 _IDEMPOTENCY: Schema = {
     "in": "header",
     "name": "Idempotency-Key",
@@ -63,6 +70,11 @@ _HEADERS: Schema = {
     "idempotent-replayed": {
         "schema": {"const": "true"},
         "description": "The answer is that of an earlier request with the same `Idempotency-Key`, whose id this is.",
+    },
+    "x-headrace-model": {"schema": _TEXT, "description": "The model that answers and its version: `name@version`."},
+    "x-headrace-choice": {
+        "schema": _TEXT,
+        "description": "Why that one answers, where an alias was named or a fallback answers.",
     },
     "x-client-request-id": {"schema": _TEXT, "description": "The caller's own `X-Request-Id`."},
     "retry-after": {
@@ -83,6 +95,7 @@ _HEADERS: Schema = {
         )
     },
 }
+_CHOICE = ["x-headrace-model", "x-headrace-choice"]
 _RATE_LIMITS = [name for name in _HEADERS if name.startswith("x-ratelimit")]
 _SECURITY: Schema = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, `hr_...`."},
@@ -171,9 +184,9 @@ def _inference(api: Api, schemas: _Schemas) -> Schema:
         "operationId": operation_id("post", api.path),
         "tags": ["Inference"],
         "summary": api.summary,
-        "parameters": [_DEADLINE, _IDEMPOTENCY],
+        "parameters": [_DEADLINE, _IDEMPOTENCY, _CEILING],
         "requestBody": {"required": True, "content": schemas.content(api.body)},
-        "responses": {"200": _success(content, ["idempotent-replayed", *_RATE_LIMITS])}
+        "responses": {"200": _success(content, [*_CHOICE, "idempotent-replayed", *_RATE_LIMITS])}
         | _refusals(api.path, INFERENCE, schemas, _RATE_LIMITS),
     }
 

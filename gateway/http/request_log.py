@@ -28,6 +28,8 @@ class RequestLog:
         self.key_id = ""
         self.model = ""
         """Empty until the body is parsed; in the end the model that answered."""
+        self.version = ""
+        """Of the model that answers, once it is admitted."""
         self.envelope: RequestEnvelope | None = None
         self.limits: RateLimits | None = None
         """The tenant's token buckets after the scheduler's decision."""
@@ -81,7 +83,9 @@ class RequestLog:
             tenant=self.tenant,
             key_id=self.key_id,
             model=self.model,
-            version=envelope.version if envelope is not None else "",
+            version=self.version,
+            requested_model=envelope.requested_model if envelope is not None else "",
+            choice_reason=envelope.choice_reason if envelope is not None else "",
             priority=envelope.priority if envelope is not None else "",
             endpoint=self._api.endpoint,
             stream=envelope is not None and envelope.stream,
@@ -118,7 +122,7 @@ class RequestLog:
             stream.count_gaps()
         if not self.tenant:
             return
-        where = scope(envelope, envelope.version) if envelope is not None else (self.model, "", "", "")
+        where = scope(envelope, self.version) if envelope is not None else (self.model, "", "", "")
         metrics.finished(*where, self.outcome, self.code).inc()
         if self.admitted_at:
             metrics.PHASE.of("edge").observe(self.edge_s)

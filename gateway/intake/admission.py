@@ -8,7 +8,7 @@ capacity, order, deadline) is the scheduler's answer, passed on.
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -21,13 +21,14 @@ from contracts.limits import refuse_zero
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest, RateLimits
 from contracts.messages.base import IDEMPOTENCY_KEY_MAX, Codec, IdempotencyKey, Priority, RequestDemand, fields_of
 from contracts.messages.control import CancelReason
-from contracts.messages.records import Manifest, TenantLimits, TenantRecord
+from contracts.messages.records import Manifest, PriceTier, TenantLimits, TenantRecord
 from contracts.messages.request import Reply, RequestEnvelope
 from gateway.apis import json_limits
 from gateway.apis.api import Api, ValidBody
 from gateway.apis.fields import model_of
 from gateway.intake.auth import Identity
 from gateway.intake.catalog import Catalog, Model
+from gateway.intake.choice import MOVES_ON, Candidate, Need, capabilities_of
 from gateway.intake.reading_budget import ReadingBudget
 from gateway.prompt import threads
 
@@ -40,6 +41,8 @@ ASK_TIMEOUT_S = 1.0
 """One try at the scheduler; tries are repeated with the same id within the bound."""
 ASK_PAUSE_S = 0.1
 STORE_TIMEOUT_S_MAX = 5.0
+REASON_CHARS_MAX = 500
+"""Of why a model was chosen: its column's bound."""
 
 _request_codec = Codec[AdmissionRequest](AdmissionRequest)
 _answer_codec = Codec[AdmissionAnswer](AdmissionAnswer)
@@ -56,16 +59,18 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     stream_owner: str
     deadline_ms: int | None = None
     client_request_id: str = ""
+    price_ceiling: PriceTier | None = None
+    """The caller's own, beside its tenant's."""
     idempotency_key: str = ""
     """The caller's own name for the request, checked by ``idempotency_key``; empty when it gave none."""
 
 
 class ParsedBody(msgspec.Struct, frozen=True):
-    """A JSON object and the model that it is for; nothing else of it was looked at."""
+    """A JSON object, and the model or alias that it names; nothing else of it was looked at."""
 
     fields: dict[str, Any]
     bytes: int
-    model: Model
+    name: str
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -78,6 +83,12 @@ class Prepared(msgspec.Struct, frozen=True):
     """Without the scheduler's part and without the body."""
     body: bytes
     """What the engine will get."""
+    version: str
+    """Of the model, unless the scheduler gives another one."""
+    parsed: ParsedBody
+    others: tuple[Candidate, ...] = ()
+    """Models to ask when that one does not take it, in order; and why those before it did not."""
+    passed: tuple[str, ...] = ()
 
 
 class Admitted(msgspec.Struct, frozen=True):
@@ -93,6 +104,8 @@ class Admitted(msgspec.Struct, frozen=True):
     """The tenant's token buckets after the decision."""
     asked_at_ms: int
     """When the scheduler was first asked, monotonic: the envelope's spans began no earlier."""
+    version: str = ""
+    """Empty for a joined one."""
     joined: str = ""
 
 
@@ -140,11 +153,38 @@ class Intake:
             raise HeadraceError(
                 "invalid_request", "model: The body names another model than the subject.", param="model"
             )
-        return ParsedBody(fields, size, self._catalog.resolve(model_of(fields), tenant))
+        name = model_of(fields)
+        self._catalog.check(name, tenant)
+        return ParsedBody(fields, size, name)
 
     async def prepare(self, context: RequestContext, parsed: ParsedBody) -> Prepared:
-        """Check and count; raises HeadraceError."""
-        api, manifest, tenant = context.api, parsed.model.manifest, context.identity.tenant
+        """Choose a model, check and count; raises HeadraceError."""
+        tenant = context.identity.tenant
+        need = Need(context.api.endpoint, capabilities_of(parsed.fields), context.price_ceiling or tenant.price_ceiling)
+        return await self._prepare_first(context, parsed, self._catalog.candidates(parsed.name, tenant, need), ())
+
+    async def _prepare_first(
+        self, context: RequestContext, parsed: ParsedBody, candidates: Sequence[Candidate], passed: tuple[str, ...]
+    ) -> Prepared:
+        """For the first of the candidates whose context is long enough; raises HeadraceError, the first one's."""
+        first: HeadraceError | None = None
+        for number, candidate in enumerate(candidates):
+            try:
+                prepared = await self._prepare_for(context, parsed, candidate, passed)
+                return msgspec.structs.replace(prepared, others=tuple(candidates[number + 1 :]), passed=passed)
+            except HeadraceError as error:
+                if error.code not in MOVES_ON or not candidate.reason:
+                    raise
+                first = first or error
+                passed = (*passed, f"{candidate.model}: {error.code}")
+        raise first or HeadraceError("model_not_found", "There is no other model.", param="model")
+
+    async def _prepare_for(
+        self, context: RequestContext, parsed: ParsedBody, candidate: Candidate, passed: tuple[str, ...]
+    ) -> Prepared:
+        api, tenant = context.api, context.identity.tenant
+        model = self._catalog.resolve(candidate.model, tenant)
+        manifest = model.manifest
         idempotency, limits = None, tenant.limits_of(manifest.name)
         if not context.idempotency_key:  # With one it may join what was admitted before the limit was lowered.
             refuse_zero(limits, generates=False)
@@ -153,7 +193,7 @@ class Intake:
                 tenant.name, parsed.bytes, ON_THE_SPOT_BYTES, _digest, api.endpoint, parsed.fields
             )
             idempotency = IdempotencyKey(key=key, digest=digest)
-        valid, prompts = await _counted(api, tenant, parsed)
+        valid, prompts = await _counted(api, tenant, parsed, model)
         check_prompt_logprobs(sum(prompts), valid)
         limit = output_limit(api, manifest, limits, prompts, valid)
         stated = {api.limit_field: limit} if api.limit_field else {}
@@ -181,19 +221,23 @@ class Intake:
             idempotency=idempotency,
             prefix_caching=tenant.prefix_caching,
             body_bytes=len(body) if len(body) > self._claim_check_bytes else 0,
+            requested_model=parsed.name if parsed.name != manifest.name else "",
+            choice_reason="; ".join((candidate.reason, *passed))[:REASON_CHARS_MAX] if candidate.reason else "",
         )
-        return Prepared(context, parsed.bytes, envelope, body)
+        return Prepared(context, parsed.bytes, envelope, body, manifest.version, parsed)
 
     async def count(self, api: Api, tenant: TenantRecord, data: bytes) -> int:
         """Prompt tokens of a body that nobody will run; raises HeadraceError."""
-        _, prompts = await _counted(api, tenant, await self.parse(tenant, data))
+        parsed = await self.parse(tenant, data)
+        need = Need(api.endpoint, capabilities_of(parsed.fields), tenant.price_ceiling)
+        [first, *_] = self._catalog.candidates(parsed.name, tenant, need)
+        _, prompts = await _counted(api, tenant, parsed, self._catalog.resolve(first.model, tenant))
         return sum(prompts)
 
     async def admit(self, prepared: Prepared) -> Admitted:
-        """Ask the model's scheduler.
+        """Ask the model's scheduler, and where that one is full or down those of the others, in order.
 
-        An overloaded model's request goes to the first of its fallbacks that admits it, where the tenant permits
-        that. One that runs already under its idempotency key is joined, also where a fallback runs it. Raises
+        One that runs already under its idempotency key is joined, also where another model runs it. Raises
         HeadraceError; AdmissionRefused is the first model's refusal. What reading the body was charged is given back,
         unless the refusal is the tenant's own doing.
         """
@@ -209,30 +253,27 @@ class Intake:
                 self._budget.give_back(tenant, prepared.bytes_read, time.monotonic())
 
     async def _admit_somewhere(self, prepared: Prepared) -> Admitted:
-        tenant, envelope = prepared.context.identity.tenant, prepared.envelope
-        fallbacks = self._catalog.resolve(envelope.model, tenant).record.fallbacks if tenant.fallback else []
-        for name in fallbacks if envelope.idempotency is not None else ():
-            elsewhere = msgspec.structs.replace(prepared, envelope=msgspec.structs.replace(envelope, model=name))
+        envelope = prepared.envelope
+        for other in prepared.others if envelope.idempotency is not None else ():
+            elsewhere = msgspec.structs.replace(envelope, model=other.model, choice_reason=other.reason)
             try:
-                return await self._admit(elsewhere, join_only=True)
+                return await self._admit(msgspec.structs.replace(prepared, envelope=elsewhere), join_only=True)
             except HeadraceError as refused:
                 if refused.code not in ("not_found", "unavailable"):
                     raise
-        try:
-            return await self._admit(prepared)
-        except AdmissionRefused as refused:
-            if refused.code != "overloaded":
-                raise
-            for name in fallbacks:
-                try:
-                    body = msgspec.json.encode({**msgspec.json.decode(prepared.body), "model": name})
-                    parsed = await self._parse(tenant, body, len(body))
-                    other = await self.prepare(prepared.context, parsed)
-                    renamed = msgspec.structs.replace(other.envelope, idempotency=envelope.idempotency)
-                    return await self._admit(msgspec.structs.replace(other, envelope=renamed))
-                except HeadraceError:
-                    continue
-            raise
+        first: HeadraceError | None = None
+        while True:
+            try:
+                return await self._admit(prepared)
+            except HeadraceError as refused:
+                first = first or refused
+                if refused.code not in MOVES_ON:
+                    raise first from None
+                passed = (*prepared.passed, f"{prepared.envelope.model}: {refused.code}")
+            try:
+                prepared = await self._prepare_first(prepared.context, prepared.parsed, prepared.others, passed)
+            except HeadraceError:
+                raise first from None
 
     async def _admit(self, prepared: Prepared, *, join_only: bool = False) -> Admitted:
         asked_at_ms = monotonic_ms()
@@ -240,14 +281,15 @@ class Intake:
         if not answer.admitted:
             raise AdmissionRefused(answer)
         if answer.joined:
-            return Admitted(prepared.envelope, b"", answer.limits, asked_at_ms, answer.joined)
+            return Admitted(prepared.envelope, b"", answer.limits, asked_at_ms, joined=answer.joined)
         envelope = msgspec.structs.replace(
             prepared.envelope,
             admitted_at_ms=answer.admitted_at_ms,
             publish_within_ms=answer.publish_within_ms,
             deadline_ms=answer.deadline_ms,
         )
-        return Admitted(envelope, prepared.body, answer.limits, asked_at_ms)
+        version = envelope.version or prepared.version
+        return Admitted(envelope, prepared.body, answer.limits, asked_at_ms, version)
 
     async def publish(self, admitted: Admitted) -> None:
         """Store an admitted request; from then on it survives any process. A joined one is stored already.
@@ -318,9 +360,9 @@ def _digest(endpoint: str, fields: dict[str, Any]) -> str:
     return hashlib.blake2b(asked, digest_size=16).hexdigest()
 
 
-async def _counted(api: Api, tenant: TenantRecord, parsed: ParsedBody) -> tuple[ValidBody, list[int]]:
+async def _counted(api: Api, tenant: TenantRecord, parsed: ParsedBody, model: Model) -> tuple[ValidBody, list[int]]:
     """The checked body, and the tokens of each of its prompts. Raises HeadraceError."""
-    manifest, tokens = parsed.model.manifest, parsed.model.tokens
+    manifest, tokens = model.manifest, model.tokens
     if api.endpoint not in manifest.endpoints:
         raise HeadraceError(
             "invalid_request", f"The model {manifest.name!r} does not serve {api.endpoint}.", param="model"

@@ -108,6 +108,7 @@ class NatsIngress:
             reply=submitted.reply,
             stream_owner=_stream_owner(tenant_name, submitted.stream_owner),
             deadline_ms=deadline_ms,
+            price_ceiling=submitted.price_ceiling,
             idempotency_key=idempotency_key(key, "idempotency_key") if (key := submitted.idempotency_key) else "",
         )
         parsed = await self._intake.parse(tenant, submitted.body or b"{}", model=model)
@@ -131,6 +132,7 @@ class NatsIngress:
             request_id=request_id,
             joined=bool(admitted.joined),
             model=envelope.model,
+            choice_reason=envelope.choice_reason,
             limits=admitted.limits,
         )
 

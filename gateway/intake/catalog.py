@@ -1,4 +1,6 @@
-"""Which models are served: the buckets MODELS and VERSIONS, watched; each stable version with its token counter."""
+"""Which models are served, under which names: the buckets MODELS, VERSIONS and ALIASES, watched; each stable version
+with its token counter.
+"""
 
 import msgspec
 import structlog
@@ -6,7 +8,9 @@ import structlog
 from contracts import registry, subjects, topology
 from contracts.bus import Bus, KvEntry, Watch
 from contracts.errors import HeadraceError
-from contracts.messages.records import Manifest, ModelRecord, TenantRecord
+from contracts.messages.records import PRICE_TIERS, Alias, Manifest, ModelRecord, TenantRecord
+from gateway.intake import choice
+from gateway.intake.choice import Candidate, Need, Offer
 from gateway.prompt.token_counter import TokenCounter
 
 _log = structlog.get_logger()
@@ -29,10 +33,13 @@ class Catalog:
         self._records: dict[str, ModelRecord] = {}
         self._versions: dict[str, Manifest] = {}
         """Both by their keys."""
+        self._aliases: dict[str, Alias] = {}
+        self._loads: dict[str, float | None] = {}
         self._watches: list[Watch] = []
 
     async def start(self, bus: Bus) -> None:
         """Returns when the present state is known."""
+        self._watches.append(await bus.kv.watch(topology.ALIASES, self._on_alias))
         self._watches.append(await bus.kv.watch(topology.VERSIONS, self._on_version))
         self._watches.append(await bus.kv.watch(topology.MODELS, self._on_model))
 
@@ -46,18 +53,64 @@ class Catalog:
         return sorted(self._models)
 
     def visible(self, tenant: TenantRecord) -> list[Manifest]:
-        """Models that the tenant may see, by name."""
-        return [self._models[name].manifest for name in self.names() if tenant.models is None or name in tenant.models]
+        """Models that the tenant may use, by name."""
+        return [self._models[name].manifest for name in self.names() if _may_use(tenant, self._models[name])]
 
     def resolve(self, name: str, tenant: TenantRecord) -> Model:
-        """The model; raises HeadraceError (model_not_found) also for one that the tenant may not see."""
+        """The model; raises HeadraceError (model_not_found) also for one that the tenant may not use."""
         model = self._models.get(name)
-        if model is None or (tenant.models is not None and name not in tenant.models):
-            shown = name if len(name) <= 128 else f"{name[:128]}..."
-            raise HeadraceError(
-                "model_not_found", f"The model {shown!r} does not exist or you have no access to it.", param="model"
-            )
+        if model is None or not _may_use(tenant, model):
+            raise _unknown(name)
         return model
+
+    def aliases(self, tenant: TenantRecord) -> dict[str, list[Manifest]]:
+        """What each alias stands for, of what the tenant may use; those that stand for nothing are left out."""
+        visible = {manifest.name: manifest for manifest in self.visible(tenant)}
+        found = {
+            name: [visible[each] for each in alias.models or visible if each in visible]
+            for name, alias in sorted((registry.BUILT_IN | self._aliases).items())
+            if name not in self._models
+        }
+        return {name: models for name, models in found.items() if models}
+
+    def check(self, name: str, tenant: TenantRecord) -> None:
+        """Raises HeadraceError (model_not_found) for what is neither a model that the tenant may use nor an alias."""
+        if self._alias(name) is None:
+            self.resolve(name, tenant)
+
+    def candidates(self, name: str, tenant: TenantRecord, need: Need) -> list[Candidate]:
+        """Whom to ask for a model or alias, in order (``gateway.intake.choice``); raises HeadraceError."""
+        offers = {manifest.name: self._offer(manifest) for manifest in self.visible(tenant)}
+        if (alias := self._alias(name)) is not None:
+            return choice.of_alias(alias, offers, need)
+        record = self.resolve(name, tenant).record
+        fallbacks = [offers[each] for each in record.fallbacks if each in offers] if tenant.fallback else []
+        return choice.of_model(offers[name], fallbacks, need)
+
+    def note_load(self, name: str, load: float | None) -> None:
+        """How a model was at the last look (``Offer.load``)."""
+        self._loads[name] = load
+
+    def _offer(self, manifest: Manifest) -> Offer:
+        load = self._loads.get(manifest.name, 0.0)
+        return Offer(manifest.name, manifest.endpoints, manifest.capabilities, manifest.price_tier, load)
+
+    def _alias(self, name: str) -> Alias | None:
+        """A model's own name is never an alias."""
+        if name in self._models:
+            return None
+        return self._aliases.get(name) or registry.BUILT_IN.get(name)
+
+    def _on_alias(self, key: str, entry: KvEntry | None) -> None:
+        if entry is None:
+            self._aliases.pop(subjects.decode(key), None)
+            return
+        try:
+            alias = registry.read_alias(entry)
+        except msgspec.MsgspecError as error:
+            _log.error("alias_unreadable", key=key, seq=entry.revision, reason=str(error))
+            return
+        self._aliases[alias.name] = alias
 
     def _on_model(self, key: str, entry: KvEntry | None) -> None:
         if entry is None:
@@ -77,6 +130,7 @@ class Catalog:
     def _forget(self, key: str) -> None:
         if (gone := self._records.pop(key, None)) is not None:
             self._models.pop(gone.name, None)
+            self._loads.pop(gone.name, None)
 
     def _on_version(self, key: str, entry: KvEntry | None) -> None:
         if entry is None:
@@ -101,3 +155,15 @@ class Catalog:
             manifest = before.manifest
         tokens = before.tokens if before is not None and before.manifest == manifest else TokenCounter(manifest)
         self._models[record.name] = Model(record, manifest, tokens)
+
+
+def _may_use(tenant: TenantRecord, model: Model) -> bool:
+    """By its list and its price ceiling."""
+    listed = tenant.models is None or model.record.name in tenant.models
+    return listed and PRICE_TIERS.index(model.manifest.price_tier) <= PRICE_TIERS.index(tenant.price_ceiling)
+
+
+def _unknown(name: str) -> HeadraceError:
+    shown = name if len(name) <= 128 else f"{name[:128]}..."
+    message = f"The model {shown!r} does not exist or you have no access to it."
+    return HeadraceError("model_not_found", message, param="model")

@@ -13,11 +13,11 @@ from contracts import registry, subjects
 from contracts.administration import MadeKey
 from contracts.bus import BusError, Unavailable
 from contracts.errors import HeadraceError
-from contracts.forms import Form, KeyChange, ModelChange, NewKey, NewTenant, TenantChange
+from contracts.forms import AliasChange, Form, KeyChange, ModelChange, NewKey, NewTenant, TenantChange
 from contracts.messages.administration import AdminAnswer, AdminCall, Via
 from contracts.messages.base import NOTHING, Codec
 from contracts.messages.queues import QueueAnswer
-from contracts.messages.records import KeyRecord, ModelRecord, TenantRecord
+from contracts.messages.records import Alias, KeyRecord, ModelRecord, TenantRecord
 from contracts.registry import ShownKey
 from gateway.http.exchange import Exchange
 from gateway.http.typed import BodyReader, Listed, Name, Services, ServicesDep, TypedRoute, caller_for, refusals
@@ -151,6 +151,26 @@ async def change_model(
 ) -> ModelRecord:
     """Change the bounds of a model's queue, or its fallbacks."""
     return await do.ask("models.change", ModelRecord, target=model, form=change)
+
+
+@router.get("/aliases", dependencies=MODELS)
+async def aliases(services: ServicesDep) -> Listed[Alias]:
+    """Names that stand for one of several models, those that are built in among them."""
+    return Listed(await registry.aliases(services.bus))
+
+
+@router.put("/aliases/{name:path}", responses=refusals(409), dependencies=MODELS)
+async def set_alias(
+    do: AdministratorDep, name: Name, change: Annotated[AliasChange, Depends(BodyReader(AliasChange))]
+) -> Alias:
+    """Say what an alias stands for; seen by every gateway within a second."""
+    return await do.ask("aliases.set", Alias, target=name, form=change)
+
+
+@router.delete("/aliases/{name:path}", responses=refusals(404), dependencies=MODELS)
+async def remove_alias(do: AdministratorDep, name: Name) -> Alias:
+    """Forget an alias, which is given as it was; one that is built in stands for all models again."""
+    return await do.ask("aliases.remove", Alias, target=name)
 
 
 @router.get("/queues", dependencies=MODELS)

@@ -77,9 +77,12 @@ class Readiness:
             data = await self._bus.request(subjects.queues(model), b"", timeout_s=ASK_TIMEOUT_S)
             answer = _queue_codec.decode(data)
         except Unavailable:
+            self._catalog.note_load(model, None)
             return f"no scheduler answers for {model!r}"
         except msgspec.MsgspecError:
             return f"the scheduler of {model!r} gives no readable answer"
+        slots = sum(worker.slots for worker in answer.workers if worker.state == "ready")
+        self._catalog.note_load(model, (answer.waiting + answer.running) / slots if slots else None)
         self._ahead_ms = next((it.ahead_ms for it in answer.clocks if it.process == self._stream_owner), self._ahead_ms)
         if not answer.owner:
             return f"no scheduler owns {model!r}"

@@ -29,6 +29,9 @@ def explain(attempts: Sequence[AttemptEvent], amount_pico: int, currency: str, o
         f"Request {first.request_id} of tenant {first.tenant} (key {first.key_id}): {first.endpoint} with model "
         f"{first.model}, {first.priority}, {'streaming' if first.stream else 'not streaming'}."
     ]
+    if first.choice_reason:
+        asked = f"The caller asked for {first.requested_model}. " if first.requested_model != first.model else ""
+        lines.append(f"{asked}Model {first.model} answers: {first.choice_reason}.")
     if first.client_request_id:
         lines.append(f"The caller's own id is {first.client_request_id}.")
     if others:

@@ -114,6 +114,8 @@ class Row(NamedTuple):
     time_flag: str
     client_request_id: str
     precedence: int
+    requested_model: str
+    choice_reason: str
 
 
 _NO_COLUMN = ("idempotency", "withdrawn", "spent_input_tokens")
@@ -175,6 +177,8 @@ def row_of(source: Source) -> Row:
         time_flag=clock.flag,
         client_request_id=event.client_request_id,
         precedence=UINT64_MAX - source.stored_at_ms,
+        requested_model=event.requested_model or event.model,
+        choice_reason=event.choice_reason,
     )
 
 

@@ -41,6 +41,8 @@ CREATE TABLE IF NOT EXISTS attempts
     time_flag          LowCardinality(String) COMMENT 'late, ahead or behind: see the README; empty: times are plausible',
     client_request_id  String CODEC(ZSTD(1)),
     precedence         UInt64 CODEC(ZSTD(1)) COMMENT 'Greatest wins: earliest stored',
+    requested_model    LowCardinality(String) COMMENT 'Model or alias that the caller named',
+    choice_reason      String CODEC(ZSTD(1)) COMMENT 'Why this model answers; empty: it was named',
     INDEX own_id client_request_id TYPE bloom_filter(0.01) GRANULARITY 1,
     INDEX admitted_at_range admitted_at TYPE minmax GRANULARITY 1
 )

@@ -113,6 +113,8 @@ class Request:
             stream_owner=asked.stream_owner,
             version=asked.version,
             idempotency=asked.idempotency,
+            requested_model=asked.requested_model,
+            choice_reason=asked.choice_reason,
             body_bytes=asked.body_bytes,
             admitted_at_ms=now_ms,
             publish_within_ms=publish_within_ms,

@@ -96,19 +96,21 @@ async def test_models_are_those_that_the_tenant_may_see(world: World) -> None:
         return (await world.client.get("/v1/models", **options)).json()["data"]
 
     async def seen() -> bool:
-        return len(await listed()) == 2 and len(await listed(headers=key2)) == 1
+        return len(await listed()) == 5 and len(await listed(headers=key2)) == 4
 
     await until(seen)
-    assert await listed(headers=key2) == [
-        {
-            "id": "org/name",
-            "object": "model",
-            "created": 5,
-            "owned_by": "headrace",
-            "max_model_len": CONTEXT,
-            "endpoints": ["chat/completions", "completions"],
-        }
-    ]
+    entry = {
+        "object": "model",
+        "created": 5,
+        "owned_by": "headrace",
+        "max_model_len": CONTEXT,
+        "endpoints": ["chat/completions", "completions"],
+        "capabilities": [],
+        "price_tier": "standard",
+        "parent": None,
+    }
+    aliases = [{"id": name, **entry, "alias_of": ["org/name"]} for name in ("auto", "best", "fast")]
+    assert await listed(headers=key2) == [{"id": "org/name", **entry, "alias_of": []}, *aliases]
     for form in ("org/name", "org%2Fname", "org/name/"):
         response = await world.client.get(f"/v1/models/{form}")
         assert (response.status_code, response.json()["id"]) == (200, "org/name")

@@ -105,9 +105,82 @@ def test_a_model_comes_and_goes(stack: Stack) -> None:
     assert ask(stack, "a").status_code == 200
 
 
+def test_an_alias_stands_for_the_first_that_takes_it(stack: Stack) -> None:
+    """The answer, a header, ``explain`` and SQL say which model that was, and why; over the bus likewise."""
+    stack.cli_json("alias", "set", "ours", "--model", "b/1", "--model", "a")
+    wait_until(lambda: ask(stack, "ours").status_code == 200, "the gateways know it")
+    first = ask(stack, "ours")
+    assert first.json()["model"] == "b/1" and first.headers["x-headrace-model"] == "b/1@sim-1"
+    assert first.headers["x-headrace-choice"] == "alias ours, listed"
+    assert "x-headrace-choice" not in ask(stack, "a").headers
+    stack.cli_json("model", "limits", "b/1", "--queued-requests", "0")
+    wait_until(lambda: ask(stack, "b/1").status_code == 529, "b takes nothing")
+    answer = ask(stack, "ours", stream=True)
+    assert answer.headers["x-headrace-model"] == "a@sim-1" and '"model":"a"' in answer.text
+    assert answer.headers["x-headrace-choice"] == "alias ours, listed; b/1: overloaded"
+    submitted = stack.cli("submit", "hello", "--model", "ours", "--max-tokens", "2")
+    assert submitted.returncode == 0 and submitted.stdout.strip()
+    stack.cli_json("model", "limits", "b/1", "--queued-requests", "100")
+    request_id = answer.headers["x-request-id"]
+    wait_until(lambda: stack.cli("explain", request_id).returncode == 0, "the ledger has it")
+    told = stack.cli("explain", request_id).stdout
+    assert "The caller asked for ours. Model a answers: alias ours, listed; b/1: overloaded." in told
+    [event] = stack.cli_json("explain", request_id)["attempts"]
+    assert (event["model"], event["requested_model"]) == ("a", "ours")
+    with stack.client() as client:
+        listed = {each["id"]: each for each in client.get("/v1/models").json()["data"]}
+    assert set(listed) == {"a", "b/1", "auto", "best", "fast", "ours"}
+    assert listed["ours"]["alias_of"] == ["b/1", "a"] and listed["a"]["capabilities"]
+    with stack.admin() as admin:
+        changed = admin.put("/admin/v1/aliases/ours", json={"models": ["a"], "order": "listed"})
+        assert changed.json()["models"] == ["a"]
+        assert admin.put("/admin/v1/aliases/ours", json={"models": ["nobody"]}).status_code == 400
+        assert admin.put("/admin/v1/aliases/a", json={"models": ["b/1"]}).status_code == 409
+        assert [each["name"] for each in admin.get("/admin/v1/aliases").json()["data"]] == [
+            "auto",
+            "best",
+            "fast",
+            "ours",
+        ]
+        assert admin.delete("/admin/v1/aliases/ours").json()["models"] == ["a"]
+        assert admin.delete("/admin/v1/aliases/ours").status_code == 404
+    wait_until(lambda: ask(stack, "ours").status_code == 404, "it is gone")
+
+
+def test_a_tenant_has_a_price_ceiling_and_so_may_a_request(stack: Stack) -> None:
+    stack.cli_json("model", "add", "dear", "--engine", "simulated", "--price-tier", "premium")
+    stack.cli_json("worker", "add", "dear")
+    key = stack.cli_json("key", "create", "demo")["key"]
+
+    def asked(model: str, **headers: str) -> httpx.Response:
+        with stack.client(key=key) as client:
+            return client.post("/v1/chat/completions", json=A_CHAT | {"model": model}, headers=headers)
+
+    wait_until(lambda: asked("best").json().get("model") == "dear", "the dearest is the best")
+    assert asked("auto").json()["model"] in ("a", "b/1")
+    ceiling = {"x-headrace-price-ceiling": "standard"}
+    assert asked("best", **ceiling).json()["model"] in ("a", "b/1")
+    refused = asked("dear", **ceiling)
+    assert refused.status_code == 400 and "premium, above standard" in refused.text
+    assert asked("best", **{"x-headrace-price-ceiling": "cheap"}).status_code == 400
+    stack.cli_json("tenant", "set", "demo", "--price-ceiling", "standard")
+    wait_until(lambda: asked("dear").status_code == 404, "it is not there for this tenant")
+    assert asked("best").json()["model"] in ("a", "b/1")
+    stack.cli_json("tenant", "set", "demo", "--price-ceiling", "premium")
+    stack.cli_json("model", "remove", "dear")
+
+
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
+        (["alias", "set", "a", "--model", "b/1"], "a is a model"),
+        (["alias", "set", "x", "--model", "nobody"], "there is no model nobody"),
+        (["alias", "set", "x", "--model", "a", "--model", "a"], "listed twice"),
+        (["alias", "set", "x"], "list models"),
+        (["alias", "set", "x@1", "--model", "a"], "no @"),
+        (["alias", "set", "", "--model", "a"], "empty"),
+        (["alias", "remove", "auto"], "built in"),
+        (["alias", "remove", "x"], "there is no alias x"),
         (["worker", "add", "nobody"], "there is no model nobody"),
         (["worker", "add", ""], "the name is empty"),
         (["worker", "remove", "worker-99"], "there is no worker 'worker-99' here"),
