@@ -32,6 +32,7 @@ from contracts.messages.control import (
     WorkerHeartbeat,
     WorkerPulse,
 )
+from contracts.messages.deliveries import Deliveries
 from contracts.messages.frames import EndData, ErrorData, FramesAnswer, FramesRequest, LostData, ReplyMessage
 from contracts.messages.queues import QueueAnswer
 from contracts.messages.records import (
@@ -54,6 +55,8 @@ from contracts.messages.usage import (
     InvoiceQuery,
     LatencyAnswer,
     LatencyQuery,
+    SlowestAnswer,
+    SlowestQuery,
     UsageAnswer,
     UsageQuery,
 )
@@ -83,8 +86,8 @@ class Channel(msgspec.Struct, frozen=True):
 
 
 _OPERATED: Sequence[Party] = ("operator", "scheduler")
-_QUERIES = (UsageQuery, LatencyQuery, InvoiceQuery, ExplainQuery)
-_ANSWERS = (UsageAnswer, LatencyAnswer, InvoiceAnswer, ExplainAnswer)
+_QUERIES = (UsageQuery, LatencyQuery, InvoiceQuery, ExplainQuery, SlowestQuery)
+_ANSWERS = (UsageAnswer, LatencyAnswer, InvoiceAnswer, ExplainAnswer, SlowestAnswer)
 
 _RECORDS: Sequence[tuple[str, str, type[msgspec.Struct], str, _Parties, _Parties]] = (
     ("key", topology.KEYS, KeyRecord, "API keys by id and HMAC of their secret.", _OPERATED, ["gateway"]),
@@ -173,6 +176,14 @@ CHANNELS = (
         ["scheduler"],
         [ActivityAnswer],
         summary="Uses of keys and failed logins, every few seconds.",
+    ),
+    Channel(
+        "deliveries",
+        subjects.DELIVERIES,
+        [Deliveries],
+        ["gateway"],
+        ["ledger"],
+        summary="What gateways saw of finished requests, once a second.",
     ),
     Channel("audit", subjects.audit, [AuditEntry], ["scheduler", "operator"], ["operator"], stream=topology.AUDIT),
     Channel("quarantine", subjects.quarantine, [Quarantined], ["scheduler"], ["operator"], stream=topology.QUARANTINE),

@@ -168,7 +168,7 @@ def _gateway_publishes(own: Own) -> Iterator[str]:
     for bucket in _ADMINISTERED:
         yield from _read(f"KV_{bucket}")
     yield from _read(topology.PARTS)
-    yield from (subjects.ADMIN_CALLS, subjects.ADMIN_ACTIVITY)
+    yield from (subjects.ADMIN_CALLS, subjects.ADMIN_ACTIVITY, subjects.DELIVERIES)
     yield from (form(subjects.body), f"$JS.API.STREAM.PURGE.{topology.BODIES}")
 
 
@@ -234,6 +234,7 @@ def _ledger_publishes(own: Own) -> Iterator[str]:
 
 def _ledger_hears(own: Own) -> Iterator[str]:
     yield subjects.USAGE_QUERIES
+    yield subjects.DELIVERIES
 
 
 Listing = Callable[[Own], Iterator[str]]

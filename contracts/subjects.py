@@ -207,12 +207,15 @@ def frames_of(worker: str) -> str:
 DEAD_ATTEMPTS = "dead.v1.attempts"
 """Attempt events that the ledger refused (stream DEAD_LETTERS)."""
 
+DELIVERIES = "delivery.v1"
+"""What gateways saw of finished requests."""
+
 USAGE_QUERIES = "usage.v1.>"
 """The ledger's query API."""
 
 
 def usage_all(query: str) -> str:
-    """A query about any tenant or all: ``usage``, ``latency``, ``invoice`` or ``explain``. For operators."""
+    """A query about any tenant or all: ``usage``, ``latency``, ``invoice``, ``explain``, ``slowest``. For operators."""
     return f"usage.v1.all.{query}"
 
 

@@ -40,6 +40,9 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     stream_bytes_max: Count = 4 << 20
     """Unsent text per stream; a slower reader is cut off."""
 
+    stack_run: str = ""
+    """The run.json of a stack on this machine: ``/metrics/stack`` has the metrics of all its processes."""
+
     def problems(self) -> list[str]:
         wrong = super().problems()
         try:

@@ -5,6 +5,7 @@ from functools import cache
 from prometheus_client import Counter, Gauge
 from prometheus_client import Histogram as CoarseHistogram
 
+from contracts.errors import TABLE
 from contracts.histograms import Histogram
 from contracts.workload import LABELS
 
@@ -38,6 +39,7 @@ PHASE = Histogram(
     least=0.0005,
     most=600.0,
 )
+DELIVERIES_DROPPED = Counter("headrace_deliveries_dropped", "Finished requests that the ledger was not told of")
 CONNECTIONS = Gauge("headrace_connections", "Open connections of callers")
 SUBMITS_REFUSED = Counter("headrace_submits_refused", "Submits beyond what one tenant may have under way")
 CONNECTIONS_REFUSED = Counter("headrace_connections_refused", "Connections beyond a bound", ["bound"])
@@ -49,6 +51,9 @@ COUNTING = CoarseHistogram(
     "Counting of prompt tokens",
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40),
 )
+
+for _code in TABLE:  # From the beginning: an increase from nothing is none to Prometheus.
+    ERRORS.labels(_code)
 
 finished = cache(FINISHED.labels)
 """Children by label values, all of which are the operator's or of a table."""

@@ -11,6 +11,7 @@ from contracts.keys import Peppers
 from contracts.messages.frames import ErrorData
 from contracts.service.vitals import Vitals
 from gateway.config import GatewayConfig
+from gateway.deliveries import DeliveryReports
 from gateway.http import routes, server
 from gateway.http.inference import Inference
 from gateway.http.typed import Services
@@ -44,6 +45,7 @@ class Gateway:
         """Where the admin API is."""
         activity = Activity()
         self._reporter = Reporter(bus, activity)
+        self._deliveries = DeliveryReports(bus)
         self._directory = Directory(Peppers.parse(config.pepper), activity)
         self._catalog = Catalog()
         self._vitals = Vitals(bus, late_s=LATE_S)
@@ -68,7 +70,7 @@ class Gateway:
             intake=intake,
             not_ready=self._readiness.not_ready,
         )
-        self._inference = Inference(self._services, self._hub)
+        self._inference = Inference(self._services, self._hub, self._deliveries)
 
     def not_ready(self) -> str:
         """The reason why no request should come here, or an empty text."""
@@ -88,6 +90,7 @@ class Gateway:
         await self._ingress.start()
         self._readiness.start()
         self._reporter.start()
+        self._deliveries.start()
         callers = server.Server(routes.public(self._services, self._inference, (usage.own,)), public, self.config)
         operators = server.Server(routes.private(self._services, (usage.everyones, admin.router)), private, self.config)
         gc.freeze()  # What stands so far is never looked at again: a full collection would pause streams for 30 ms.
@@ -119,6 +122,7 @@ class Gateway:
     async def _close(self) -> None:
         await self._readiness.close()
         await self._reporter.close()
+        await self._deliveries.close()
         await self._hub.close()
         await self._catalog.close()
         await self._directory.close()

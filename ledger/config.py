@@ -1,5 +1,6 @@
 """Configuration of the ledger."""
 
+import importlib.util
 import re
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -28,6 +29,14 @@ class LedgerConfig(ServiceConfig, frozen=True, kw_only=True):
     sql_password: Secret = ""
     """Of the SQL endpoint."""
 
+    otlp_endpoint: str = ""
+    """Of a collector's OTLP over HTTP, ``http://host:4318/v1/traces``: spans of requests go there; empty: none are
+    made. What it asks of clients stands in ``OTEL_EXPORTER_OTLP_HEADERS``."""
+    trace_sample: Annotated[float, Meta(ge=0, le=1)] = 0.01
+    """Share of the requests that is traced; those that failed, were tried again or were slow all are."""
+    trace_slow_s: Annotated[float, Meta(gt=0)] = 30.0
+    """A request is slow from here on. A guess: most answers of a thousand tokens take less."""
+
     def problems(self) -> list[str]:
         """Values that are out of range or do not go together."""
         wrong = super().problems()
@@ -38,6 +47,11 @@ class LedgerConfig(ServiceConfig, frozen=True, kw_only=True):
                 wrong.append("HEADRACE_SQL_LISTEN: not host:port")
             if not self.sql_password:
                 wrong.append("HEADRACE_SQL_PASSWORD_FILE is not set, and HEADRACE_SQL_LISTEN is")
+        if self.otlp_endpoint:
+            if urlsplit(self.otlp_endpoint).scheme not in ("http", "https"):
+                wrong.append("HEADRACE_OTLP_ENDPOINT: no http(s) address, such as http://host:4318/v1/traces")
+            if importlib.util.find_spec("opentelemetry.exporter") is None:
+                wrong.append("HEADRACE_OTLP_ENDPOINT: the exporter is not installed: pip install 'headrace[traces]'")
         if empty_password(self.clickhouse_url):
             wrong.append("HEADRACE_CLICKHOUSE_URL: the password is empty")
         url = urlsplit(self.clickhouse_url)

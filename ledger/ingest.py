@@ -6,7 +6,7 @@ that can never be a row leaves by another way, to DEAD_LETTERS.
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -37,7 +37,7 @@ class _Stopping(Exception):
 
 
 class Ingest:
-    """Takes batches from ``start`` to ``close``; after each insert tells ``inserted`` each tenant's newest sequence."""
+    """Takes batches from ``start`` to ``close``. ``inserted`` is called with the rows of each insert."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Ingest:
         config: LedgerConfig,
         clickhouse: Availability,
         stopping: asyncio.Event,
-        inserted: Callable[[Mapping[str, int]], None],
+        inserted: Callable[[Sequence[Row]], None],
     ) -> None:
         self._bus = bus
         self._store = store
@@ -140,10 +140,7 @@ class Ingest:
                 metrics.INSERT_SECONDS.observe(time.monotonic() - started)
                 metrics.BATCHES.inc()
                 metrics.ROWS.inc(len(rows))
-                newest: dict[str, int] = {}
-                for row in rows:
-                    newest[row.tenant] = max(newest.get(row.tenant, 0), row.stream_seq)
-                self._inserted(newest)
+                self._inserted(rows)
                 return []
 
     async def _set_aside(self, message: Incoming, reason: str) -> bool:

@@ -16,6 +16,11 @@ DEAD_LETTERS = Counter("headrace_ledger_dead_letters", "Events that were refused
 LAG_SECONDS = Gauge(
     "headrace_ledger_lag_seconds", "Age of the oldest event in hand that is not stored yet; 0 when there is none."
 )
+DELIVERIES = Counter("headrace_ledger_deliveries", "Rows of what gateways saw, repetitions included.")
+DELIVERIES_DROPPED = Counter(
+    "headrace_ledger_deliveries_dropped", "What gateways saw and the ledger could not store soon enough."
+)
+SPANS = Counter("headrace_ledger_spans", "Spans of traces, by what became of them.", ["result"])
 PURGED = Counter("headrace_ledger_purged", "Events removed from ATTEMPTS once stored and old.")
 QUERY_SECONDS = Histogram(
     "headrace_ledger_query_seconds",

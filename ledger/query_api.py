@@ -13,7 +13,9 @@ import structlog
 
 from contracts import clock, instants, subjects
 from contracts.bus import BusError, Incoming
+from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Codec
+from contracts.messages.deliveries import Delivery
 from contracts.messages.usage import (
     USAGE_FIGURES,
     ExplainAnswer,
@@ -25,12 +27,14 @@ from contracts.messages.usage import (
     LatencyRow,
     LedgerAnswer,
     Quantiles,
+    SlowestAnswer,
+    SlowestQuery,
     UsageAnswer,
     UsageQuery,
     UsageRow,
 )
 from ledger import metrics, rollups
-from ledger.core import explain, invoices, money, queries, query_limits, rows
+from ledger.core import deliveries, explain, invoices, money, phases, queries, query_limits, rows
 from ledger.core.query_limits import BadQuery
 from ledger.invoices import Invoices
 from ledger.prices import Prices
@@ -41,6 +45,7 @@ log = structlog.get_logger(__name__)
 _usage_queries: Codec[UsageQuery] = Codec(UsageQuery)
 _latency_queries: Codec[LatencyQuery] = Codec(LatencyQuery)
 _invoice_queries: Codec[InvoiceQuery] = Codec(InvoiceQuery)
+_slowest_queries: Codec[SlowestQuery] = Codec(SlowestQuery)
 _explain_queries: Codec[ExplainQuery] = Codec(ExplainQuery)
 _encode = msgspec.json.Encoder().encode
 
@@ -97,6 +102,9 @@ class QueryApi:
             case "invoice":
                 query = _of(_invoice_queries.decode(data), tenant)
                 return await self.invoice(query.tenant, query.month)
+            case "slowest":
+                query_ = _slowest_queries.decode(data)
+                return await self.slowest(query_ if tenant is None else msgspec.structs.replace(query_, tenant=tenant))
             case "explain":
                 return await self.explain(_explain_queries.decode(data).request_id, tenant)
         raise BadQuery(f"there is no query {name!r}")
@@ -159,17 +167,48 @@ class QueryApi:
             newest, *others = [of for (of,) in same] or [""]
             found = await self._attempts(newest, tenant)
         if not found:
-            text = "the ledger holds no attempt of this request: it was refused, has not ended, or never came"
-            return ExplainAnswer(error=text, code="not_found")
+            return await self._explain_delivery(rows.request_id_at_the_end(request_id), tenant)
         events = [rows.event_of(values[:-2]) for values in found]
+        delivery = (await self._deliveries([events[0].request_id])).get(events[0].request_id)
+        told = phases.times(events, delivery)
         amount = sum(values[-1] for values in found)
         currency = next((values[-2] for values in found if values[-2]), "")
         return ExplainAnswer(
             attempts=events,
             text=explain.explain(events, amount, currency, others),
+            times=told,
             amount=money.decimal(amount),
             currency=currency,
         )
+
+    async def _explain_delivery(self, request_id: str, tenant: str | None) -> ExplainAnswer:
+        """A request that has no attempt: refused, perhaps."""
+        delivery = (await self._deliveries([request_id] if request_id else [])).get(request_id)
+        if delivery is None or tenant not in (None, delivery.tenant):
+            text = "the ledger holds no attempt of this request: it was refused, has not ended, or never came"
+            return ExplainAnswer(error=text, code="not_found")
+        told = phases.times([], delivery)
+        return ExplainAnswer(text=explain.refused(delivery), times=told)
+
+    async def slowest(self, query: SlowestQuery) -> SlowestAnswer:
+        """The slowest requests, with where their time went."""
+        query_limits.check_slowest(query)
+        ids = [of for (of,) in await self._store.select(queries.slowest(query))]
+        if not ids:
+            return SlowestAnswer()
+        events: dict[str, list[AttemptEvent]] = {}
+        for values in await self._store.select(queries.attempts_of(ids, list(rows.EVENT_COLUMNS.values()))):
+            event = rows.event_of(values)
+            events.setdefault(event.request_id, []).append(event)
+        seen = await self._deliveries(ids)
+        return SlowestAnswer(rows=[phases.times(events.get(each, []), seen.get(each)) for each in ids])
+
+    async def _deliveries(self, request_ids: Sequence[str]) -> dict[str, Delivery]:
+        """By request id: what gateways saw."""
+        if not request_ids:
+            return {}
+        found = await self._store.select(queries.deliveries(request_ids, deliveries.SHOWN))
+        return {each.request_id: each for each in map(deliveries.delivery_of, found)}
 
     async def _attempts(self, request_id: str, tenant: str | None) -> list[tuple[Any, ...]]:
         """Rows of ``queries.request``; none for an empty id."""

@@ -4,6 +4,7 @@ Which events become rows and how they get there is ingest.py's; each other duty 
 """
 
 import asyncio
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import structlog
@@ -14,6 +15,8 @@ from ledger import retention
 from ledger.availability import Availability
 from ledger.budgets import Budgets
 from ledger.config import LedgerConfig
+from ledger.core.rows import Row
+from ledger.deliveries import DeliveryIngest
 from ledger.ingest import DURABLE, Ingest
 from ledger.invoices import Invoices
 from ledger.prices import Prices
@@ -22,6 +25,7 @@ from ledger.rollups import Rollups
 from ledger.sql_endpoint.http import SqlEndpoint
 from ledger.sql_endpoint.session import Sessions
 from ledger.store import Away, BadValues, Owned, Store
+from ledger.tracing import Tracing
 
 log = structlog.get_logger(__name__)
 
@@ -108,13 +112,26 @@ class Ledger:
         queries = await self._bus.subscribe(
             subjects.USAGE_QUERIES, query_api.answer, queue=QUEUE, concurrent=True, limit=QUERIES_MAX
         )
-        ingest = Ingest(self._bus, self._store, self._config, self._clickhouse, self._stopping, budgets.touched)
+        tracing = self._tracing()
+
+        def inserted(rows: Sequence[Row]) -> None:
+            newest: dict[str, int] = {}
+            for row in rows:
+                newest[row.tenant] = max(newest.get(row.tenant, 0), row.stream_seq)
+            budgets.touched(newest)
+            if tracing is not None:
+                tracing.attempts(rows)
+
+        ingest = Ingest(self._bus, self._store, self._config, self._clickhouse, self._stopping, inserted)
+        delivered = DeliveryIngest(self._store, tracing.deliveries if tracing is not None else lambda told: None)
+        deliveries = await self._bus.subscribe(subjects.DELIVERIES, delivered.take, queue=QUEUE)
         await ingest.start()
         if not self._stopping.is_set():
             self._state = ""
         try:
             async with asyncio.TaskGroup() as group:
-                duties = (budgets.run(), Rollups(self._store).run(), prices.run(), self._purge())
+                duties = [budgets.run(), Rollups(self._store).run(), prices.run(), delivered.run(), self._purge()]
+                duties += [tracing.run()] if tracing is not None else []
                 loops = [group.create_task(duty) for duty in duties]
                 await self._stopping.wait()
                 for loop in loops:
@@ -122,7 +139,14 @@ class Ledger:
         finally:
             await ingest.close()
             await queries.close()
+            await deliveries.close()
             await prices.close()
+
+    def _tracing(self) -> Tracing | None:
+        config = self._config
+        if not config.otlp_endpoint:
+            return None
+        return Tracing(config.otlp_endpoint, sample=config.trace_sample, slow_s=config.trace_slow_s)
 
     async def _purge(self) -> None:
         while True:

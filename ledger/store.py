@@ -114,6 +114,10 @@ class Store:
         """Rows of ``prices``, in the table's order of columns. Raises Away."""
         await self._in(self._write_thread, lambda: self._append("prices", rows))
 
+    async def insert_deliveries(self, rows: Sequence[Sequence[object]]) -> None:
+        """Rows of ``deliveries``, in the table's order of columns. Raises Away or BadValues."""
+        await self._in(self._write_thread, lambda: self._append("deliveries", rows))
+
     async def close(self) -> None:
         """Wait for running calls, close the clients, give the directory back."""
         await asyncio.to_thread(self._close)

@@ -19,6 +19,7 @@ from contracts.messages.control import CancelAttempt, ControlAnswer, ControlRequ
 from contracts.messages.frames import ReplyMessage
 from contracts.messages.records import Spending
 from contracts.messages.request import RequestEnvelope, WorkItem
+from contracts.traceparent import headers as tracing_headers
 from scheduler import metrics
 from scheduler.core import events
 from scheduler.core.core import Core
@@ -170,7 +171,10 @@ class Effects:
         )
         try:
             stored = await self._bus.jetstream.store(
-                subjects.work(self._core.model, effect.version, effect.worker), _encode(item), msg_id=work_id(item)
+                subjects.work(self._core.model, effect.version, effect.worker),
+                _encode(item),
+                msg_id=work_id(item),
+                headers=tracing_headers(item.request.traceparent),
             )
         except BusError as error:
             log.warning("work_not_stored", request_id=effect.request_id, attempt=effect.attempt, reason=str(error))

@@ -18,6 +18,8 @@ _queue_time = Histogram(
     least=0.001,
     most=3600.0,
 )
+_SOON = ("overloaded", "rate_limit_exceeded")
+"""Codes of refusals that are shown before the first."""
 _retries = cache(Counter("headrace_retries", "Dispatches of a request after its first", ("model",)).labels)
 
 
@@ -102,7 +104,8 @@ class Collector:
             missed = (core.pool.beats - worker.heard_at_beat for worker in list(core.pool.workers.values()))
             silence.add_metric([core.model], max(missed, default=0) * self._heartbeat_s)
             lost.add_metric([core.model], core.lost_workers)
-            for code, count in core.refusals.items():
+            _retries(core.model)  # From the beginning, like the refusals: an increase from nothing is none.
+            for code, count in (dict.fromkeys(_SOON, 0) | core.refusals).items():
                 refusals.add_metric([core.model, code], count)
             for stream, count in core.mended.items():
                 mended.add_metric([core.model, stream], count)

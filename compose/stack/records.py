@@ -32,6 +32,9 @@ from contracts.messages.usage import (
     LatencyRow,
     LedgerAnswer,
     RangeQuery,
+    RequestTimes,
+    SlowestAnswer,
+    SlowestQuery,
     UsageAnswer,
     UsageDimension,
     UsageQuery,
@@ -129,6 +132,11 @@ async def invoice(bus: Bus, tenant: str, month: str) -> Invoice:
 
 async def explain(bus: Bus, request_id: str) -> ExplainAnswer:
     return await _ask(bus, "explain", ExplainQuery(request_id=request_id), ExplainAnswer)
+
+
+async def slowest(bus: Bus, query: SlowestQuery) -> list[RequestTimes]:
+    """The slowest first."""
+    return (await _ask(bus, "slowest", query, SlowestAnswer)).rows
 
 
 async def dead_letters(bus: Bus) -> list[DeadLetter]:

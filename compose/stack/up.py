@@ -6,6 +6,7 @@ each later life of NATS, which may have lost its store.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -345,6 +346,7 @@ class Stack:
                 "HEADRACE_PEPPER_FILE": str(self._directory.pepper),
                 "HEADRACE_TLS_CERT_FILE": self._options.tls_cert,
                 "HEADRACE_TLS_KEY_FILE": self._options.tls_key,
+                "HEADRACE_STACK_RUN": str(self._directory.run),
             },
             lambda: http_reason(f"{self._scheme}://127.0.0.1:{port}"),
         )
@@ -361,7 +363,7 @@ class Stack:
         }
 
     def _add_service(self, role: Role, index: int, settings: dict[str, str], probe: Probe | None = None) -> Child:
-        metrics_port = self._ports.free()
+        metrics_port = self._metrics_port(role, index)
         address = f"http://127.0.0.1:{metrics_port}"
         settings = settings | {
             "HEADRACE_NATS_URL": self._nats,
@@ -372,6 +374,13 @@ class Stack:
         }
         command = [sys.executable, "-P", "-m", role]
         return self._add(role, index, command, settings, probe or (lambda: http_reason(address)), f"{address}/metrics")
+
+    def _metrics_port(self, role: Role, index: int) -> int:
+        """The first gateway's, which gathers all, is the one after the admin port, if that is free."""
+        if (role, index) == ("gateway", 0) and 0 < self._admin_port < 65_535:
+            with contextlib.suppress(ComposeError):
+                return self._ports.take("127.0.0.1", self._admin_port + 1)
+        return self._ports.free()
 
     def _add(
         self, role: Role, index: int, command: list[str], settings: dict[str, str], probe: Probe, metrics_url: str = ""
@@ -467,6 +476,7 @@ class Stack:
             f"  usage      {self._url}/usage\n"
             f"  API        {self._url}/v1\n"
             f"  admin      {self._admin_url}/docs (usage of all at /admin/usage; key in run.json)\n"
+            f"  metrics    {self.supervisor.of('gateway')[0].spec.metrics_url}/stack (of all processes)\n"
             f"  key        {key}\n"
             f"  models     {', '.join(manifest.name for manifest in self._manifests)}\n"
             f"{sql}"

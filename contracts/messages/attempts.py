@@ -48,9 +48,13 @@ class AttemptEvent(RequestFacts, frozen=True, kw_only=True):
     """Number of the attempt's last frame, the closing one included."""
     admitted_at_ms: int = 0
     dispatched_at_ms: int = 0
+    started_at_ms: int = 0
+    """When its engine got it."""
     first_token_at_ms: int = 0
     ended_at_ms: int = 0
     client_request_id: Line = ""
+    traceparent: Line = ""
+    """The caller's, as W3C has it; empty when it gave none."""
 
     @property
     def given_back(self) -> bool:

@@ -29,6 +29,8 @@ class RequestEnvelope(RequestDemand, frozen=True, kw_only=True):
     reply: Reply
     tokenizer_fingerprint: Line = ""
     client_request_id: Line = ""
+    traceparent: Line = ""
+    """The caller's, as W3C has it; empty when it gave none."""
     body: msgspec.Raw = NOTHING
     body_digest: Line = ""
     """SHA-256 (hex) of the body in BODIES."""

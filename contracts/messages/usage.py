@@ -3,7 +3,7 @@
 from typing import Annotated, ClassVar, Literal, get_args
 
 from contracts.messages.attempts import AttemptEvent
-from contracts.messages.base import FEW, MANY, SMALL, Line, Message, Name, Text
+from contracts.messages.base import FEW, MANY, SMALL, Line, Message, Name, RequestId, Text
 
 UsageDimension = Literal["tenant", "key", "model", "version", "day", "hour", "endpoint", "priority", "outcome"]
 
@@ -189,10 +189,71 @@ class ExplainQuery(Message, frozen=True, kw_only=True):
     """
 
 
+PhaseName = Literal["edge", "admission", "queue", "dispatch", "prefill", "decode", "retry", "relay", "caller"]
+"""Where a request's time goes, in the order in which it does: the gateway's checks, the scheduler's leave, waiting for
+a worker, the way to its engine, reading the prompt, generating, attempts that were in vain, frames on their way, and
+what its caller took to send the body and to read the answer."""
+
+
+class Phase(Message, frozen=True, kw_only=True, omit_defaults=False):
+    """``ms``: None when nobody knows."""
+
+    name: PhaseName
+    ms: float | None
+
+
+class RequestTimes(Message, frozen=True, kw_only=True, omit_defaults=False):
+    """Where the time of one request went. Its phases add up to ``total_ms`` where all are known."""
+
+    request_id: RequestId
+    tenant: Name
+    model: Name
+    version: Name = ""
+    outcome: Name
+    code: Name = ""
+    attempts: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    total_ms: float = 0.0
+    """From its first byte to its last, or from admission to end where no gateway tells of it."""
+    first_token_ms: float | None = None
+    phases: Annotated[list[Phase], FEW] = []
+    why: Line = ""
+    """One sentence."""
+
+
+SLOWEST_MAX = 100
+
+
+class SlowestQuery(Message, frozen=True, kw_only=True):
+    """Anyone -> ledger, ``usage.v1.of.<tenant>.slowest``: the slowest requests of [from, to), the slowest first.
+
+    ``limit``: of each tenant and model; SLOWEST_MAX in all.
+    """
+
+    BYTES_MAX: ClassVar[int | None] = SMALL
+
+    from_at_ms: int
+    to_at_ms: int
+    tenant: Name | None = None
+    """None: all tenants (operators only). A subject that names a tenant overrides this."""
+    model: Name | None = None
+    order: Literal["total", "first_token"] = "total"
+    limit: int = 5
+
+
+class SlowestAnswer(LedgerAnswer, frozen=True, kw_only=True):
+    """The slowest first."""
+
+    rows: Annotated[list[RequestTimes], MANY] = []
+
+
 class ExplainAnswer(LedgerAnswer, frozen=True, kw_only=True):
     """What became of a request: its attempts in order, and the same in plain words, a line each."""
 
     attempts: Annotated[list[AttemptEvent], MANY] = []
     text: Annotated[list[Line], MANY] = []
+    times: RequestTimes | None = None
     amount: Name = "0"
     currency: Name = ""

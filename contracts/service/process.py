@@ -43,11 +43,16 @@ class Service(Protocol):
         """Serve until ``stop``; raises what broke. The bus is connected, and has its streams and buckets."""
 
 
-def run_service(name: str, kind: type[C], build: Callable[[C, Bus], Awaitable[Service]]) -> int:
+def run_service(
+    name: str,
+    kind: type[C],
+    build: Callable[[C, Bus], Awaitable[Service]],
+    gathered: Callable[[C], Callable[[], bytes] | None] = lambda config: None,
+) -> int:
     """Run a service until SIGTERM or SIGINT; gives the process's exit code.
 
     ``name`` is the service's role: of its logs, and of its user on a bus that has none. ``kind`` is read from the
-    environment.
+    environment. ``gathered`` gives what makes the metrics page of a whole stack, where this process is to have one.
     EXIT_STOPPED after a graceful drain, EXIT_FAILED when something broke or the bus was lost for good (the log says
     why), EXIT_CONFIGURATION with a line on standard error for each bad value.
     """
@@ -57,11 +62,14 @@ def run_service(name: str, kind: type[C], build: Callable[[C, Bus], Awaitable[Se
         print(error, file=sys.stderr)
         return EXIT_CONFIGURATION
     telemetry.configure_logging(config, name)
-    return uvloop.run(_Process(name, config, build).run())
+    return uvloop.run(_Process(name, config, build, gathered(config)).run())
 
 
 class _Process(Generic[C]):
-    def __init__(self, name: str, config: C, build: Callable[[C, Bus], Awaitable[Service]]) -> None:
+    def __init__(
+        self, name: str, config: C, build: Callable[[C, Bus], Awaitable[Service]], gathered: Callable[[], bytes] | None
+    ) -> None:
+        self._gathered = gathered
         self._name = name
         self._config = config
         self._build = build
@@ -69,7 +77,7 @@ class _Process(Generic[C]):
         """None until the bus is connected and the service is built."""
 
     async def run(self) -> int:
-        telemetry.serve(self._config, self._not_ready)
+        telemetry.serve(self._config, self._not_ready, self._gathered)
         running = asyncio.create_task(self._connect_and_serve())
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop, running)

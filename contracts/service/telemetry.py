@@ -113,19 +113,23 @@ def page() -> bytes:
     return prometheus_client.generate_latest() + fine.encode()
 
 
-def serve(config: ServiceConfig, not_ready: Callable[[], str]) -> None:
+def serve(config: ServiceConfig, not_ready: Callable[[], str], gathered: Callable[[], bytes] | None = None) -> None:
     """Serve ``/metrics``, ``/health/live`` and ``/health/ready`` from a daemon thread; none when the port is 0.
+
+    ``gathered`` makes the page of a whole stack, ``/metrics/stack``.
 
     ``not_ready`` gives the reason why the service is not ready, or an empty string.
     """
     if config.metrics_port == 0:
         return
 
+    pages = {"/metrics": page} | ({"/metrics/stack": gathered} if gathered else {})
+
     def application(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "")
-        if path == "/metrics":
+        if (made := pages.get(path)) is not None:
             start_response("200 OK", [("Content-Type", prometheus_client.CONTENT_TYPE_LATEST)])
-            return [b"" if environ["REQUEST_METHOD"] == "HEAD" else page()]
+            return [b"" if environ["REQUEST_METHOD"] == "HEAD" else made()]
         if path == "/health/live":
             status, text = "200 OK", "ok"
         elif path == "/health/ready":

@@ -34,6 +34,9 @@ REPAIRS = prometheus_client.Counter(
     "headrace_stream_repairs", "Questions about missing frames and silent streams", ["kind"]
 )
 
+for _kind in ("frames", "status"):  # From the beginning: an increase from nothing is none to Prometheus.
+    REPAIRS.labels(_kind)
+
 TICK_S = 0.5
 """The relay's ``repair_again_ms``: a shorter pause would find nothing more to ask."""
 HEARTBEAT_S = 0.5

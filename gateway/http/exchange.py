@@ -10,6 +10,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from contracts import errors, ids
 from contracts.errors import HeadraceError
+from contracts.traceparent import checked
 from gateway import metrics
 from gateway.apis.response_format import one_line
 from gateway.apis.table import format_of
@@ -29,6 +30,10 @@ class Exchange:
         self._send = send
         self.request_id = ids.request_id()
         self.client_request_id = _client_request_id(scope["headers"])
+        self.traceparent = next(
+            (checked(value.decode("latin-1")) for name, value in scope["headers"] if name == b"traceparent"), ""
+        )
+        """The caller's, for tracing; empty when it gave none."""
         self.address: str = (scope.get("client") or ("", 0))[0]
         """The caller's IP address."""
         self.started_at = time.monotonic()

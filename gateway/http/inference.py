@@ -17,6 +17,7 @@ from contracts.messages.request import Reply
 from contracts.workload import scope
 from gateway import metrics
 from gateway.apis.api import Api
+from gateway.deliveries import DeliveryReports
 from gateway.http import body
 from gateway.http.caller import CallerLeft, CallerWatch
 from gateway.http.exchange import Exchange, Headers
@@ -40,11 +41,12 @@ _STREAM_HEADERS: Headers = [
 class Inference:
     """The APIs of the table, each as an ASGI application: ``partial(inference, api)``."""
 
-    def __init__(self, services: Services, hub: Hub) -> None:
+    def __init__(self, services: Services, hub: Hub, deliveries: DeliveryReports) -> None:
         self._config = services.config
         self._directory = services.directory
         self._intake = services.intake
         self._hub = hub
+        self._deliveries = deliveries
         self.draining = False
         """New requests are refused."""
         self._active = 0
@@ -82,7 +84,8 @@ class Inference:
             self._active -= 1
             if not self._active:
                 self._idle.set()
-            log.write()
+            if (delivery := log.write()) is not None:
+                self._deliveries.add(delivery)
 
     async def _serve(self, api: Api, exchange: Exchange, log: RequestLog) -> None:
         if self.draining:
@@ -100,6 +103,7 @@ class Inference:
             deadline_ms=_deadline_ms(headers),
             client_request_id=exchange.client_request_id,
             price_ceiling=_price_ceiling(headers),
+            traceparent=exchange.traceparent,
             idempotency_key=_idempotency_key(headers),
         )
         data = await body.read(exchange, self._config)

@@ -6,6 +6,7 @@ import structlog
 
 from contracts.errors import HeadraceError
 from contracts.messages.admission import RateLimits
+from contracts.messages.deliveries import Delivery
 from contracts.messages.frames import ErrorData
 from contracts.messages.request import RequestEnvelope
 from contracts.workload import scope
@@ -68,10 +69,15 @@ class RequestLog:
             self.status = failure.status
             raise HeadraceError(failure.code, failure.message, param=failure.param, retry_after_s=failure.retry_after_s)
 
-    def write(self) -> None:
-        """Once, when nothing more is sent."""
+    def write(self) -> Delivery | None:
+        """Once, when nothing more is sent. What the ledger is told: nothing of strangers, nor of one who joined."""
         now = time.monotonic()
         self._count(now)
+        self._log(now)
+        joined = self.stream is not None and self.stream.relay.joined
+        return self._delivery(now) if self.tenant and not joined else None
+
+    def _log(self, now: float) -> None:
         exchange, stream, envelope = self._exchange, self.stream, self.envelope
         end = stream.end if stream is not None else None
         first_at = stream.first_chunk_at if stream is not None else 0.0
@@ -103,6 +109,34 @@ class RequestLog:
             ttft_ms=_ms(first_at - exchange.started_at) if first_at else None,
             blocked_ms=_ms(self.blocked_s),
             duration_ms=_ms(now - exchange.started_at),
+        )
+
+    def _delivery(self, now: float) -> Delivery:
+        exchange, stream, envelope = self._exchange, self.stream, self.envelope
+        since = exchange.started_at
+        first_at, ended_at = (stream.first_chunk_at, stream.ended_at) if stream is not None else (0.0, 0.0)
+        return Delivery(
+            request_id=exchange.request_id,
+            tenant=self.tenant,
+            key_id=self.key_id,
+            model=self.model,
+            version=envelope.version if envelope is not None else "",
+            endpoint=self._api.endpoint,
+            outcome=self.outcome,
+            code=self.code,
+            status=exchange.status or 499,
+            stream=envelope is not None and envelope.stream,
+            attempt=stream.attempt if stream is not None else 0,
+            prompt_tokens=envelope.prompt_tokens if envelope is not None else 0,
+            upload_ms=_ms(exchange.upload_s),
+            edge_ms=_ms(self.edge_s),
+            admission_ms=_ms(self.admission_s),
+            first_chunk_ms=_ms(first_at - since) if first_at else 0.0,
+            ended_ms=_ms(ended_at - since) if ended_at else 0.0,
+            blocked_ms=_ms(self.blocked_s),
+            total_ms=_ms(now - since),
+            client_request_id=exchange.client_request_id,
+            traceparent=exchange.traceparent,
         )
 
     @property

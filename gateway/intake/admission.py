@@ -23,6 +23,7 @@ from contracts.messages.base import IDEMPOTENCY_KEY_MAX, Codec, IdempotencyKey, 
 from contracts.messages.control import CancelReason
 from contracts.messages.records import Manifest, PriceTier, TenantLimits, TenantRecord
 from contracts.messages.request import Reply, RequestEnvelope
+from contracts.traceparent import headers as tracing_headers
 from gateway.apis import json_limits
 from gateway.apis.api import Api, ValidBody
 from gateway.apis.fields import model_of
@@ -61,6 +62,7 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     client_request_id: str = ""
     price_ceiling: PriceTier | None = None
     """The caller's own, beside its tenant's."""
+    traceparent: str = ""
     idempotency_key: str = ""
     """The caller's own name for the request, checked by ``idempotency_key``; empty when it gave none."""
 
@@ -218,6 +220,7 @@ class Intake:
             stream_owner=context.stream_owner,
             tokenizer_fingerprint=manifest.tokenizer_fingerprint,
             client_request_id=context.client_request_id,
+            traceparent=context.traceparent,
             idempotency=idempotency,
             prefix_caching=tenant.prefix_caching,
             body_bytes=len(body) if len(body) > self._claim_check_bytes else 0,
@@ -313,6 +316,7 @@ class Intake:
                 subjects.request(envelope.model, envelope.tenant),
                 _envelope_codec.encode(envelope),
                 msg_id=envelope.request_id,
+                headers=tracing_headers(envelope.traceparent),
                 timeout_s=min(left_s, STORE_TIMEOUT_S_MAX),
             )
         except BusError as error:

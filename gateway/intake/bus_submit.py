@@ -17,6 +17,7 @@ from contracts.messages.admission import DEADLINE_MS_MAX, RateLimits
 from contracts.messages.base import Codec
 from contracts.messages.frames import ErrorData
 from contracts.messages.request import SubmitAnswer, SubmitRequest
+from contracts.traceparent import checked
 from gateway.apis.table import APIS
 from gateway.intake.admission import AdmissionRefused, Intake, RequestContext, idempotency_key
 from gateway.intake.auth import Directory, Identity
@@ -109,6 +110,7 @@ class NatsIngress:
             stream_owner=_stream_owner(tenant_name, submitted.stream_owner),
             deadline_ms=deadline_ms,
             price_ceiling=submitted.price_ceiling,
+            traceparent=checked(message.headers.get("traceparent", "")),
             idempotency_key=idempotency_key(key, "idempotency_key") if (key := submitted.idempotency_key) else "",
         )
         parsed = await self._intake.parse(tenant, submitted.body or b"{}", model=model)

@@ -5,7 +5,7 @@ A caller's tenant is its key's: it stands in the subject that the ledger is aske
 
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, Query
@@ -14,17 +14,25 @@ from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 from contracts import clock, instants, subjects
 from contracts.bus import Bus, Unavailable
 from contracts.errors import HeadraceError
+from contracts.messages.base import Message
 from contracts.messages.usage import (
     LATENCY_SPANS,
+    SLOWEST_MAX,
     USAGE_FIGURES,
+    ExplainAnswer,
+    ExplainQuery,
     LatencyAnswer,
     LatencyDimension,
     LatencyQuery,
+    LedgerAnswer,
+    RequestTimes,
+    SlowestAnswer,
+    SlowestQuery,
     UsageAnswer,
     UsageDimension,
     UsageQuery,
 )
-from gateway.http.typed import ServicesDep, TypedRoute, caller_for, refusals
+from gateway.http.typed import Name, ServicesDep, TypedRoute, caller_for, refusals
 from gateway.intake.auth import Identity
 
 TIMEOUT_S = 35.0
@@ -33,7 +41,7 @@ LIMIT = 1000
 LIMIT_MAX = 10_000
 OFFSET_MAX = 10_000_000
 
-A = TypeVar("A", UsageAnswer, LatencyAnswer)
+A = TypeVar("A", bound=LedgerAnswer)
 
 
 def _split(given: list[str]) -> list[str]:
@@ -107,6 +115,53 @@ class AllLatency(OwnLatency, extra="forbid"):
     tenant: str | None = Field(None, min_length=1, description="Only this tenant's usage.")
 
 
+HOUR_MS = 3_600_000
+
+
+class OwnSlowest(BaseModel):
+    """Of ``/v1/usage/slowest``."""
+
+    start: Instant = Field(
+        None, alias="from", description=f"First instant; default: an hour before the last. {_INSTANT}"
+    )
+    end: Instant = Field(None, alias="to", description=f"First instant that is left out; default: now. {_INSTANT}")
+    model: str | None = Field(None, min_length=1, max_length=64, description="Only this model's requests.")
+    order: Literal["total", "first_token"] = Field("total", description="What is slow.")
+    limit: Whole = Field(5, ge=1, le=SLOWEST_MAX, description="Requests of each tenant and model.")
+
+    def query(self, tenant: str | None) -> SlowestQuery:
+        """What the ledger is asked."""
+        end = clock.now_ms() if self.end is None else self.end
+        start = max(0, end - HOUR_MS) if self.start is None else self.start
+        return SlowestQuery(
+            from_at_ms=start, to_at_ms=end, tenant=tenant, model=self.model, order=self.order, limit=self.limit
+        )
+
+
+class AllSlowest(OwnSlowest, extra="forbid"):
+    """Of ``/admin/v1/usage/slowest``."""
+
+    tenant: str | None = Field(None, min_length=1, description="Only this tenant's requests.")
+
+
+class Slowest(msgspec.Struct, kw_only=True):
+    """The slowest first."""
+
+    start: str = msgspec.field(name="from")
+    end: str = msgspec.field(name="to")
+    data: list[RequestTimes]
+    object: str = "list"
+
+
+class Explanation(msgspec.Struct, kw_only=True):
+    """What became of a request, a line each, and where its time went."""
+
+    text: list[str]
+    times: RequestTimes | None
+    amount: str
+    currency: str
+
+
 class Rows(msgspec.Struct, kw_only=True):
     """One page: rows of what was asked for by, and figures."""
 
@@ -161,11 +216,52 @@ async def all_latency(services: ServicesDep, asked: Annotated[AllLatency, Query(
     return await _latency(services.bus, asked, asked.tenant)
 
 
+@own.get("/slowest")
+async def own_slowest(services: ServicesDep, caller: UsageCaller, asked: Annotated[OwnSlowest, Query()]) -> Slowest:
+    """The slowest requests, and where their time went."""
+    return await _slowest(services.bus, asked.query(caller.tenant.name))
+
+
+@own.get("/requests/{request_id}", responses=refusals(404))
+async def own_request(services: ServicesDep, caller: UsageCaller, request_id: Name) -> RequestTimes:
+    """Where the time of a request went. Its id is that of its answer, or the caller's own."""
+    answer = await _explain(services.bus, request_id, caller.tenant.name)
+    if answer.times is None:
+        raise HeadraceError("unavailable", "The ledger does not say.", retry_after_s=5)
+    return answer.times
+
+
+@everyones.get("/slowest")
+async def all_slowest(services: ServicesDep, asked: Annotated[AllSlowest, Query()]) -> Slowest:
+    """The slowest requests, and where their time went."""
+    return await _slowest(services.bus, asked.query(asked.tenant))
+
+
+@everyones.get("/requests/{request_id}", responses=refusals(404))
+async def any_request(services: ServicesDep, request_id: Name) -> Explanation:
+    """What became of a request, and where its time went."""
+    answer = await _explain(services.bus, request_id, None)
+    return Explanation(text=answer.text, times=answer.times, amount=answer.amount, currency=answer.currency)
+
+
+async def _slowest(bus: Bus, query: SlowestQuery) -> Slowest:
+    answer = await _ask(bus, "slowest", query, query.tenant, SlowestAnswer)
+    return Slowest(start=_shown(query.from_at_ms), end=_shown(query.to_at_ms), data=answer.rows)
+
+
+async def _explain(bus: Bus, request_id: str, tenant: str | None) -> ExplainAnswer:
+    try:
+        query = msgspec.convert({"request_id": request_id}, ExplainQuery)
+    except msgspec.ValidationError as error:
+        raise HeadraceError("not_found", "There is no such request.") from error
+    return await _ask(bus, "explain", query, tenant, ExplainAnswer)
+
+
 async def _usage(bus: Bus, asked: OwnUsage, tenant: str | None) -> PricedRows:
     by: list[UsageDimension] = asked.by or ["day", "model", "version"]
     start, end = asked.instants()
     query = UsageQuery(from_at_ms=start, to_at_ms=end, by=by, tenant=tenant, limit=asked.limit, offset=asked.after)
-    answer = await _ask(bus, "usage", query, UsageAnswer)
+    answer = await _ask(bus, "usage", query, tenant, UsageAnswer)
     return PricedRows(**_page(query, answer, (*by, *USAGE_FIGURES)), currency=answer.currency)
 
 
@@ -173,7 +269,7 @@ async def _latency(bus: Bus, asked: OwnLatency, tenant: str | None) -> Rows:
     by: list[LatencyDimension] = asked.by or ["model"]
     start, end = asked.instants()
     query = LatencyQuery(from_at_ms=start, to_at_ms=end, by=by, tenant=tenant, limit=asked.limit, offset=asked.after)
-    return Rows(**_page(query, await _ask(bus, "latency", query, LatencyAnswer), (*by, *LATENCY_SPANS)))
+    return Rows(**_page(query, await _ask(bus, "latency", query, tenant, LatencyAnswer), (*by, *LATENCY_SPANS)))
 
 
 def _page(
@@ -188,10 +284,10 @@ def _page(
     }
 
 
-async def _ask(bus: Bus, question: str, query: UsageQuery | LatencyQuery, kind: type[A]) -> A:
-    """The ledger's answer; raises HeadraceError."""
+async def _ask(bus: Bus, question: str, query: Message, tenant: str | None, kind: type[A]) -> A:
+    """The ledger's answer, about this tenant alone or (None) all; raises HeadraceError."""
     try:
-        subject = subjects.usage_all(question) if query.tenant is None else subjects.usage_of(query.tenant, question)
+        subject = subjects.usage_all(question) if tenant is None else subjects.usage_of(tenant, question)
     except subjects.InvalidName as error:
         raise HeadraceError("invalid_request", f"No such tenant: {error}.", param="tenant") from error
     try:
@@ -201,6 +297,8 @@ async def _ask(bus: Bus, question: str, query: UsageQuery | LatencyQuery, kind: 
         raise HeadraceError("unavailable", "The ledger does not answer.", retry_after_s=5) from error
     if answer.code == "invalid_request":
         raise HeadraceError("invalid_request", f"{answer.error}.")
+    if answer.code == "not_found":
+        raise HeadraceError("not_found", f"There is no such request: {answer.error}.")
     if answer.error:
         raise HeadraceError("unavailable", f"The ledger says: {answer.error}.", retry_after_s=5)
     return answer

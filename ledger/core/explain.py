@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from contracts.messages.attempts import ENGINE_DEATHS_MAX, AttemptEvent
+from contracts.messages.deliveries import Delivery
 from ledger.core import money
 
 _WHY_CANCELLED = {
@@ -47,6 +48,18 @@ def explain(attempts: Sequence[AttemptEvent], amount_pico: int, currency: str, o
         lines.append(f"No attempt followed attempt {last.attempt}: {_why_no_more(attempts)}.")
     lines.append(_charge(attempts, amount_pico, currency))
     return lines
+
+
+def refused(delivery: Delivery) -> list[str]:
+    """Of a request that no attempt followed, as its gateway saw it."""
+    line = (
+        f"Request {delivery.request_id} of tenant {delivery.tenant} (key {delivery.key_id}): {delivery.endpoint} with "
+        f"model {delivery.model or '?'}, {delivery.outcome} with status {delivery.status}"
+    )
+    lines = [f"{line} ({delivery.code})." if delivery.code else f"{line}."]
+    if delivery.client_request_id:
+        lines.append(f"The caller's own id is {delivery.client_request_id}.")
+    return [*lines, "The ledger holds no attempt of it. Nothing is billed."]
 
 
 def _why_no_more(attempts: Sequence[AttemptEvent]) -> str:

@@ -7,8 +7,17 @@ every answer is right before any merge. Values of others are parameters; numbers
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, get_args
 
-from contracts.messages.usage import LatencyDimension, LatencyQuery, LatencyRow, UsageDimension, UsageQuery
+from contracts.messages.usage import (
+    SLOWEST_MAX,
+    LatencyDimension,
+    LatencyQuery,
+    LatencyRow,
+    SlowestQuery,
+    UsageDimension,
+    UsageQuery,
+)
 from ledger.core.rollup_plan import DAY_S, HOUR_S, Level, Piece, Plan
+from ledger.core.rows import request_number, requested_at_ms
 
 SETTINGS = {"do_not_merge_across_partitions_select_final": 1, "max_execution_time": 30, "max_query_size": 1 << 20}
 """Of every reader. Partitions may be read apart, because copies of one event share a partition."""
@@ -256,6 +265,63 @@ def own_id(text: str, tenant: str | None, limit: int) -> Query:
         f"{of_tenant} GROUP BY request_id ORDER BY max(requested_at) DESC LIMIT {{limit:UInt64}}"
     )
     return Query(sql, parameters)
+
+
+def deliveries(request_ids: Sequence[str], columns: Sequence[str]) -> Query:
+    """``columns`` of what gateways saw of these requests; the request id first."""
+    requested = [requested_at_ms(request_number(each)) for each in request_ids]
+    text = (
+        f"SELECT {', '.join(columns)} FROM deliveries FINAL WHERE request_id IN {{ids:Array(UUID)}}"
+        f" AND requested_at >= fromUnixTimestamp64Milli({min(requested)}, 'UTC')"
+        f" AND requested_at <= fromUnixTimestamp64Milli({max(requested)}, 'UTC')"
+    )
+    return Query(text, {"ids": list(request_ids)})
+
+
+def attempts_of(request_ids: Sequence[str], columns: Sequence[str]) -> Query:
+    """``columns`` of all attempts of these requests, in order; instants in Unix ms."""
+    requested = [requested_at_ms(request_number(each)) for each in request_ids]
+    shown = [f"toUnixTimestamp64Milli({name})" if name.endswith("_at") else name for name in columns]
+    text = (
+        f"SELECT {', '.join(shown)} FROM attempts FINAL WHERE request_id IN {{ids:Array(UUID)}}"
+        f" AND requested_at >= fromUnixTimestamp64Milli({min(requested)}, 'UTC')"
+        f" AND requested_at <= fromUnixTimestamp64Milli({max(requested)}, 'UTC') ORDER BY request_id, attempt"
+    )
+    return Query(text, {"ids": list(request_ids)})
+
+
+_SLOW = {
+    "total": ("max(toUnixTimestamp64Milli(ended_at)) - min(toUnixTimestamp64Milli(admitted_at))", "total_ms"),
+    "first_token": (
+        "max(toUnixTimestamp64Milli(first_token_at)) - min(toUnixTimestamp64Milli(admitted_at))",
+        "first_chunk_ms",
+    ),
+}
+"""Milliseconds by the attempts, and by the gateway."""
+
+
+def slowest(query: SlowestQuery) -> Query:
+    """Ids of the slowest requests that came in [from, to), the slowest first."""
+    parameters: dict[str, object] = {"limit": query.limit, "all": SLOWEST_MAX}
+    where = (
+        f"requested_at >= fromUnixTimestamp64Milli({query.from_at_ms}, 'UTC')"
+        f" AND requested_at < fromUnixTimestamp64Milli({query.to_at_ms}, 'UTC')"
+    )
+    for name, value in (("tenant", query.tenant), ("model", query.model)):
+        if value is not None:
+            where += f" AND {name} = {{{name}:String}}"
+            parameters[name] = value
+    attempts, delivery = _SLOW[query.order]
+    text = (
+        "SELECT toString(request_id) FROM (SELECT request_id, max(ms) AS slow, any(t) AS of, any(m) AS by FROM ("
+        f"SELECT request_id, toString(any(tenant)) AS t, toString(any(model)) AS m, toFloat64({attempts}) AS ms"
+        f" FROM attempts FINAL WHERE {where} GROUP BY request_id"
+        f" UNION ALL SELECT request_id, toString(tenant), toString(model), toFloat64({delivery}) FROM deliveries"
+        f" WHERE {where}"
+        ") GROUP BY request_id) WHERE slow > 0 ORDER BY slow DESC, request_id"
+        " LIMIT {limit:UInt64} BY of, by LIMIT {all:UInt64}"
+    )
+    return Query(text, parameters)
 
 
 _HAPPENED = "toUnixTimestamp64Milli({}) > 0"

@@ -1,6 +1,6 @@
 """What a query may ask: which ranges, pages and dimensions; pure."""
 
-from contracts.messages.usage import LatencyQuery, UsageQuery
+from contracts.messages.usage import SLOWEST_MAX, LatencyQuery, SlowestQuery, UsageQuery
 
 ROWS_MAX = 10_000
 """Most rows of one answer."""
@@ -11,8 +11,22 @@ TENANTS_HOURS_RANGE_MS_MAX = 6 * 3_600_000
 """Longest range of latencies of all tenants by hour: there is a sketch for each, and merging takes microseconds."""
 
 
+SLOWEST_RANGE_MS_MAX = 86_400_000
+"""A day: each request of the range is looked at."""
+
+
 class BadQuery(ValueError):
     """The query cannot be answered; the text says why."""
+
+
+def check_slowest(query: SlowestQuery) -> None:
+    """Raises BadQuery unless range and limit are possible."""
+    if not 0 <= query.from_at_ms < query.to_at_ms:
+        raise BadQuery("the range [from, to) is empty or reversed")
+    if query.to_at_ms - query.from_at_ms > SLOWEST_RANGE_MS_MAX:
+        raise BadQuery("the slowest are looked for in a day at most")
+    if not 1 <= query.limit <= SLOWEST_MAX:
+        raise BadQuery(f"limit is {query.limit}; 1 to {SLOWEST_MAX} are possible")
 
 
 def check(query: UsageQuery | LatencyQuery) -> None:

@@ -53,6 +53,7 @@ class _Event(AttemptEvent, frozen=True, kw_only=True):
     last_seq: Annotated[int, msgspec.Meta(ge=-1, le=INT64_MAX)] = -1
     admitted_at_ms: _Natural = 0
     dispatched_at_ms: _Natural = 0
+    started_at_ms: _Natural = 0
     first_token_at_ms: _Natural = 0
     ended_at_ms: _Natural = 0
 
@@ -107,12 +108,14 @@ class Row(NamedTuple):
     last_seq: int
     admitted_at: int
     dispatched_at: int
+    started_at: int
     first_token_at: int
     ended_at: int
     stored_at: int
     stream_seq: int
     time_flag: str
     client_request_id: str
+    traceparent: str
     precedence: int
     requested_model: str
     choice_reason: str
@@ -138,6 +141,7 @@ def row_of(source: Source) -> Row:
     # What was never admitted is dated by its id.
     admitted_at = clock.read(event.admitted_at_ms or created_at_ms)
     dispatched_at = clock.read(event.dispatched_at_ms)
+    started_at = clock.read(event.started_at_ms)
     first_token_at = clock.read(event.first_token_at_ms)
     ended_at = clock.read(event.ended_at_ms)
     return Row(
@@ -170,12 +174,14 @@ def row_of(source: Source) -> Row:
         last_seq=event.last_seq,
         admitted_at=admitted_at,
         dispatched_at=dispatched_at,
+        started_at=started_at,
         first_token_at=first_token_at,
         ended_at=ended_at,
         stored_at=source.stored_at_ms,
         stream_seq=source.stream_seq,
         time_flag=clock.flag,
         client_request_id=event.client_request_id,
+        traceparent=event.traceparent,
         precedence=UINT64_MAX - source.stored_at_ms,
         requested_model=event.requested_model or event.model,
         choice_reason=event.choice_reason,
@@ -187,6 +193,12 @@ def event_of(values: Sequence[Any]) -> AttemptEvent:
     fields = dict(zip(EVENT_COLUMNS, values, strict=True))
     fields["request_id"] = str(uuid.UUID(str(fields["request_id"])))
     return AttemptEvent(**fields)
+
+
+def event_of_row(row: Row) -> AttemptEvent:
+    """The event that a row was made of, but for what no column holds."""
+    values = row._asdict() | {"request_id": uuid.UUID(int=row.request_id)}
+    return event_of([values[column] for column in EVENT_COLUMNS.values()])
 
 
 HOUR_MS = 3_600_000

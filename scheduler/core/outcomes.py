@@ -97,6 +97,7 @@ def proposed(
         dispatched_at_ms=request.dispatched_at_ms if number else 0,
         ended_at_ms=now_ms,
         client_request_id=envelope.client_request_id,
+        traceparent=envelope.traceparent,
     )
 
 

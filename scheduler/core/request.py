@@ -131,6 +131,7 @@ class Request:
             reply=envelope.reply,
             tokenizer_fingerprint=envelope.tokenizer_fingerprint,
             client_request_id=envelope.client_request_id,
+            traceparent=envelope.traceparent,
             body_digest=envelope.body_digest,
             prefix_caching=envelope.prefix_caching,
         )

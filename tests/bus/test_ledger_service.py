@@ -34,6 +34,7 @@ from contracts.messages.usage import (
     UsageQuery,
 )
 from ledger import retention
+from tests.support import failure_table
 from tests.support.nats_server import free_port
 from tests.support.polling import metric, until
 
@@ -358,7 +359,7 @@ async def test_on_chdb_a_second_ledger_stands_by_and_takes_over(
 
 
 async def test_while_clickhouse_is_away_events_wait_and_the_ledger_lives(
-    bus: Bus, nats_url: str, tmp_path: Path, started: Callable[[Process], None]
+    bus: Bus, nats_url: str, tmp_path: Path, started: Callable[[Process], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Also the path over HTTP: two ledgers share one ClickHouse, which is killed and comes back."""
     port = free_port()
@@ -378,6 +379,10 @@ async def test_while_clickhouse_is_away_events_wait_and_the_ledger_lives(
     clickhouse.send(signal.SIGKILL)
     await store(bus, events[100:])
     await until(lambda: any_is_away(ledgers), "a ledger that misses ClickHouse")
+    row = failure_table.table()["ClickHouse is down"]
+    assert max([row.figure((await ledger.get("/metrics"))[1]) for ledger in ledgers]) > 0
+    assert f'"{row.log}"' in capfd.readouterr().err
+    assert 0 in [await ledger.metric("headrace_ledger_connected") for ledger in ledgers]
     for ledger in ledgers:
         assert (await ledger.get("/health/live"))[0] == 200
         assert "hunter2" not in (await ledger.get("/health/ready"))[1]

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 from compose.stack import records
 from compose.stack.data_dir import ComposeError
@@ -17,7 +18,9 @@ from contracts.bus import BusError
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.records import TenantLimits
 from contracts.messages.usage import ExplainAnswer
+from tests.support import failure_table
 from tests.support.cluster import TENANT, Call, Cluster, Service
+from tests.support.otlp import OtlpReceiver
 from tests.support.polling import until
 from tests.support.stack import headrace
 
@@ -27,6 +30,65 @@ CLUSTER = {"gateways": 2, "workers": 2, "ledger": True, "sim_slots": 2, "sim_itl
 DIED = "Its worker died, stood still or was cut off."
 UNSAFE = "tokens had been produced for a streaming caller, so a repetition would not have been safe."
 QUARANTINED = "the request ended 2 workers or engines and was quarantined."
+
+
+SEEN = {
+    "test_a_completed_request_and_one_that_was_refused": ["spike"],
+    "test_a_worker_that_dies_before_the_first_token": ["worker dies before the first token"],
+    "test_a_worker_that_dies_after_tokens": ["worker dies after tokens were sent"],
+    "test_a_worker_that_freezes_and_wakes": ["worker freezes and wakes later"],
+    "test_an_engine_that_fails": ["engine fails inside a live worker", "new version misbehaves"],
+    "test_an_engine_that_hangs": ["engine hangs or dies inside a live worker"],
+    "test_a_request_that_kills_workers": ["request that kills engines"],
+    "test_a_queue_that_callers_leave_and_time_runs_out_in": [
+        "caller leaves while queued",
+        "time runs out in the queue",
+        "caller leaves while generating",
+    ],
+    f"test_a_gateway_that_ends[{signal.SIGKILL}]": ["gateway dies"],
+    "test_a_worker_that_is_shut_down": ["worker is shut down"],
+    "test_what_dies_beside_a_stream_changes_nothing_of_it[scheduler]": ["scheduler dies"],
+    "test_what_dies_beside_a_stream_changes_nothing_of_it[nats]": ["NATS restarts or is cut off"],
+    "test_what_dies_beside_a_stream_changes_nothing_of_it[ledger]": ["ledger dies"],
+}
+"""Of the table in compose/OBSERVABILITY.md: the rows whose metric and log line must move, by test."""
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def seen(cluster: Cluster, request: pytest.FixtureRequest) -> AsyncIterator[None]:
+    """Each row's metric rises at some process and its log line is written, while the test runs or soon after."""
+    rows = [failure_table.table()[what] for what in SEEN.get(request.node.name, [])]
+
+    async def figures(row: failure_table.Row) -> dict[str, float]:
+        pages = {service.name: await service.page() for service in cluster.services if service.alive}
+        if row.metric.startswith("absent("):
+            return {"all": row.figure("\n".join(pages.values()))}
+        return {name: row.figure(page) for name, page in pages.items()}
+
+    def logged(row: failure_table.Row) -> int:
+        return sum(service.says(row.log) for service in cluster.services)
+
+    before = [(await figures(row), logged(row)) for row in rows]
+    risen: set[int] = set()
+
+    async def look() -> bool:
+        for number, row in enumerate(rows):
+            now = await figures(row)
+            if any(value > before[number][0].get(name, 0.0) for name, value in now.items()):
+                risen.add(number)
+        return len(risen) == len(rows)
+
+    async def keep_looking() -> None:
+        while not await look():  # noqa: ASYNC110 (each look asks all processes)
+            await asyncio.sleep(0.3)
+
+    looking = asyncio.create_task(keep_looking())
+    try:
+        yield
+        await until(looking.done, f"the metrics of {rows} move; those that did: {risen}")
+        await until(lambda: all(logged(row) > count for row, (_, count) in zip(rows, before, strict=True)), "log lines")
+    finally:
+        looking.cancel()
 
 
 class Told:
@@ -68,7 +130,8 @@ async def told(cluster: Cluster, call: Call | str, attempts: int = 1) -> Told:
     answer: ExplainAnswer = await until(known, f"the ledger has {attempts} attempts of {request_id}")
     shown = await explain(cluster, request_id)
     assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.splitlines() == answer.text
+    assert shown.stdout.splitlines()[: len(answer.text)] == answer.text
+    assert answer.times is not None and shown.stdout.splitlines()[-1].startswith("It took ")
     return Told(answer)
 
 
@@ -121,10 +184,15 @@ async def test_a_completed_request_and_one_that_was_refused(cluster: Cluster) ->
     finally:
         await limit(cluster, TenantLimits())
     assert refused.status == 429, refused.story()
-    for unknown in (refused.request_id, ids.request_id()):
-        nothing = await explain(cluster, unknown)
-        assert (nothing.returncode, nothing.stdout) == (1, "")
-        assert "holds no attempt of this request: it was refused, has not ended, or never came" in nothing.stderr
+    nothing = await explain(cluster, ids.request_id())
+    assert (nothing.returncode, nothing.stdout) == (1, "")
+    assert "holds no attempt of this request: it was refused, has not ended, or never came" in nothing.stderr
+
+    async def said() -> str:
+        return (await explain(cluster, refused.request_id)).stdout
+
+    text = await until(said, "the ledger has the gateway's word")
+    assert "refused with status 429 (rate_limit_exceeded)" in text and "Nothing is billed." in text
 
 
 async def limit(cluster: Cluster, limits: TenantLimits) -> None:
@@ -152,6 +220,42 @@ async def test_a_worker_that_dies_before_the_first_token(cluster: Cluster) -> No
         f"Attempt 2: version sim-1 on worker {of_call.workers[1]}, dispatched after",
         "5 prompt tokens (0 cached), 2 completion tokens (0 reasoning); billed.",
     )
+
+
+async def test_a_retried_request_is_one_trace(cluster: Cluster) -> None:
+    """In the caller's own trace, which need not say that it is sampled: a lost attempt is reason enough."""
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
+    (ledger,) = cluster.ledgers
+    with OtlpReceiver() as receiver:
+        ledger.settings |= {"HEADRACE_OTLP_ENDPOINT": receiver.url, "HEADRACE_TRACE_SAMPLE": "0"}
+        try:
+            ledger.kill()
+            ledger.start()
+            await cluster.all_ready()
+            plain = await cluster.ask(max_tokens=2).done()
+            call = cluster.ask(simulate={"tokens": ["a", "b"], "ttft_ms": 1500}, headers={"traceparent": parent})
+            await killed(cluster)
+            await call.done()
+            assert call.complete and call.text == "ab", call.story()
+            spans = await until(lambda: receiver.of(parent[3:35]), "the trace comes")
+            assert await ledger.metric("headrace_ledger_spans_total") >= len(spans)
+        finally:
+            del ledger.settings["HEADRACE_OTLP_ENDPOINT"], ledger.settings["HEADRACE_TRACE_SAMPLE"]
+            ledger.kill()
+    names = {span.span_id: span.name for span in spans}
+    root, *others = spans
+    assert (root.parent, root.attributes["headrace.request_id"]) == (parent[36:52], call.request_id)
+    assert root.attributes["gen_ai.usage.output_tokens"] == 2 and not root.error
+    assert {span.name: names[span.parent] for span in others} == {
+        **dict.fromkeys(("edge", "admission", "queue 1", "attempt 1", "queue 2", "attempt 2"), root.name),
+        **dict.fromkeys(("dispatch 2", "prefill 2", "decode 2"), "attempt 2"),
+        **dict.fromkeys(("relay", "caller", "ledger"), root.name),
+    }
+    by_name = {span.name: span for span in spans}
+    assert by_name["attempt 1"].error == "worker_lost" and not by_name["attempt 2"].error
+    assert by_name["attempt 2"].links == (by_name["attempt 1"].span_id,)
+    assert all(span.start_ns <= span.end_ns for span in spans)
+    assert not receiver.of(plain.request_id.replace("-", "")), "what went well is not sampled"
 
 
 async def test_a_worker_that_dies_after_tokens(cluster: Cluster) -> None:

@@ -46,6 +46,10 @@ def test_run_json_says_where_things_are(stack: Stack) -> None:
     for url in (raw["url"], raw["admin_url"], *raw["gateway_urls"]):
         assert httpx.get(f"{url}/health/ready", trust_env=False).status_code == 200
     assert set(raw["metrics_urls"]) == {"gateway", "scheduler", "worker", "ledger"}
+    gathered = httpx.get(f"{raw['metrics_urls']['gateway'][0]}/stack", trust_env=False, timeout=30).text
+    for role in raw["metrics_urls"]:
+        assert f'headrace_service_up{{service="{role}-0"}} 1' in gathered
+    assert 'headrace_ledger_connected{service="ledger-0"} 1.0' in gathered
     for urls in raw["metrics_urls"].values():
         for url in urls:
             assert url.endswith("/metrics")

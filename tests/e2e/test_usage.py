@@ -130,6 +130,49 @@ def test_a_request_is_explained(used: Stack) -> None:
     assert used.cli_json("ledger", "dead") == []
 
 
+def test_why_a_request_was_slow_is_told_by_phase(used: Stack) -> None:
+    """To its tenant by its own key, to operators, and by the command line; also of one that was refused."""
+    slow = {"model": used.model, "max_tokens": 30, "messages": [{"role": "user", "content": "x"}], "stream": True}
+    with used.client() as client:
+        answer = client.post("/v1/chat/completions", json=slow | {"simulate": {"itl_ms": 30}})
+        wrong = client.post("/v1/chat/completions", json=slow | {"max_tokens": 10**9})
+        assert (answer.status_code, wrong.status_code) == (200, 400)
+        request_id, refused_id = (each.headers["x-request-id"] for each in (answer, wrong))
+
+        def known() -> Any:
+            found = client.get(f"/v1/usage/requests/{request_id}").json()
+            return (
+                found if any(phase["name"] == "relay" and phase["ms"] is not None for phase in found["phases"]) else 0
+            )
+
+        times = wait_until(lambda: client.get(f"/v1/usage/requests/{request_id}").is_success and known(), "it is told")
+        phases = {phase["name"]: phase["ms"] for phase in times["phases"]}
+        assert set(phases) == {"edge", "admission", "queue", "dispatch", "prefill", "decode", "relay", "caller"}
+        assert max(phases, key=lambda name: phases[name]) == "decode"
+        assert times["total_ms"] - 1 <= sum(phases.values()) <= times["total_ms"] + 5
+        assert "generating 30 tokens" in times["why"]
+        assert client.get(f"/v1/usage/requests/{ids.request_id()}").status_code == 404
+        own = client.get("/v1/usage/slowest", params={"limit": 1}).json()["data"]
+        assert [(row["tenant"], row["request_id"]) for row in own] == [("demo", request_id)]
+        assert client.get("/v1/usage/slowest", params={"order": "size"}).status_code == 400
+    with used.client(used.other_key) as client:  # type: ignore[attr-defined]
+        assert client.get(f"/v1/usage/requests/{request_id}").status_code == 404
+        assert {row["tenant"] for row in client.get("/v1/usage/slowest").json()["data"]} == {"other"}
+    refused = wait_until(partial(_explained, used, refused_id), "the refusal is told")
+    assert "refused with status 400 (context_length_exceeded)" in refused and "Nothing is billed." in refused
+    shown = used.cli("explain", request_id).stdout
+    assert "generating 30 tokens" in shown and "decode" in shown and "█" in shown
+    listed = used.cli("explain", "--slowest", "--limit", "1").stdout.splitlines()
+    assert len(listed) == 3 and request_id in listed[1] and "other" in listed[2]
+    assert used.cli_json("explain", "--slowest", "--model", used.model, "--tenant", "demo", "--first-token")
+    assert used.cli("explain").returncode == 2
+    with used.admin() as admin:
+        everyones = admin.get("/admin/v1/usage/slowest").json()["data"]
+        assert {row["tenant"] for row in everyones} == {"demo", "other"}
+        told = admin.get(f"/admin/v1/usage/requests/{request_id}").json()
+        assert told["times"]["request_id"] == request_id and any("Attempt 1" in line for line in told["text"])
+
+
 def _explained(stack: Stack, any_id: str) -> str:
     return stack.cli("explain", any_id).stdout
 

@@ -467,7 +467,9 @@ def ended(outcome: str, completion: int, **changes: Any) -> AttemptEvent:
     item = WorkItem(epoch=Epoch(), attempt=1, version="1", worker="w", dispatched_at_ms=at_ms, request=request)
     counts = Counts(prompt_tokens=100, cached_tokens=40, completion_tokens=completion, reasoning_tokens=0)
     ended = outcomes.AttemptOutcome(kind=outcome, **changes)  # type: ignore[arg-type]
-    return outcomes.terminal_event(item, counts, ended, worker="w", frames=1, chunks=1, pulled_at_ms=0, now_ms=900)
+    return outcomes.terminal_event(
+        item, counts, ended, worker="w", frames=1, chunks=1, pulled_at_ms=0, started_at_ms=0, now_ms=900
+    )
 
 
 FULL = 60 * 140_000 + 40 * 35_000

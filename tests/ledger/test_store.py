@@ -241,6 +241,7 @@ async def test_every_migration_makes_replicated_tables_when_told_so(tmp_path: Pa
     *tables, count = made.stdout.split()
     assert sorted(tables) == [
         '"attempts","ReplicatedReplacingMergeTree"',
+        '"deliveries","ReplicatedReplacingMergeTree"',
         '"latency_days","ReplicatedMergeTree"',
         '"latency_hours","ReplicatedMergeTree"',
         '"migrations","ReplicatedReplacingMergeTree"',

@@ -174,10 +174,16 @@ class Service:
             return 0
         return answer.status_code
 
+    async def page(self) -> str:
+        """Its metrics; empty when it does not answer."""
+        try:
+            return (await self._cluster.http.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5.0)).text
+        except httpx.HTTPError:
+            return ""
+
     async def metric(self, name: str) -> float:
         """Sum over all labels; 0 when it is not there."""
-        answer = await self._cluster.http.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5.0)
-        lines = [line for line in answer.text.splitlines() if line.split("{")[0].split(" ")[0] == name]
+        lines = [line for line in (await self.page()).splitlines() if line.split("{")[0].split(" ")[0] == name]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def memory_mib(self) -> float:

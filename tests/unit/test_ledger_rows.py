@@ -179,7 +179,23 @@ def test_columns_are_the_migrations() -> None:
 
     (create,) = migrations()[0][1]
     names = [line.split()[0] for line in create.splitlines() if line.startswith("    ") and "INDEX" not in line]
-    assert names == list(rows.Row._fields)
+    added = [
+        line.split()[5]
+        for _, parts in migrations()
+        for part in parts
+        for line in part.splitlines()
+        if "ADD COLUMN" in line
+    ]
+    assert set(names) | set(added) == set(rows.Row._fields)
+    assert [name for name in rows.Row._fields if name not in added] == names
+
+
+def test_columns_of_deliveries_are_the_migrations() -> None:
+    from ledger.core import deliveries
+    from ledger.store import migrations
+
+    [create] = [part for _, parts in migrations() for part in parts if "EXISTS deliveries" in part]
+    assert [line.split()[0] for line in create.splitlines() if line.startswith("    ")] == list(deliveries.COLUMNS)
 
 
 def test_dead_letters_keep_what_came() -> None:

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -34,11 +35,22 @@ print(json.dumps([
 UNITS = re.compile(r"_(milliseconds|ms|minutes|hours|kb|mb|percent)(_|$)")
 
 
-@pytest.fixture(scope="module")
-def families() -> list[tuple[str, str, str]]:
+@cache
+def exported() -> frozenset[str]:
+    """Names of all services' metrics, as their pages have them before the suffix."""
+    return frozenset(name for name, _, _ in collected())
+
+
+@cache
+def collected() -> list[tuple[str, str, str]]:
     """(name, type, help) of all services' metrics, as one registry takes them: no name stands twice."""
     printed = subprocess.run([sys.executable, "-c", COLLECT], capture_output=True, check=True, timeout=60)
     return msgspec.json.decode(printed.stdout, type=list[tuple[str, str, str]])
+
+
+@pytest.fixture(scope="module")
+def families() -> list[tuple[str, str, str]]:
+    return collected()
 
 
 def test_names_follow_the_rules_of_prometheus(families: list[tuple[str, str, str]]) -> None:

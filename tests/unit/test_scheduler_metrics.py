@@ -51,6 +51,8 @@ def test_all_figures_of_a_model() -> None:
         ("headrace_heartbeat_age_seconds", "m"): 0.5,
         ("headrace_lost_workers_total", "m"): 1,
         ("headrace_refusals_total", "m", "permission_denied"): 1,
+        ("headrace_refusals_total", "m", "overloaded"): 0,
+        ("headrace_refusals_total", "m", "rate_limit_exceeded"): 0,
         ("headrace_mended_total", "m", "work"): 1,
         ("headrace_requests_ended_total", "m", "completed"): 1,
         ("headrace_clock_skew_seconds", "m", "s"): -2.5,

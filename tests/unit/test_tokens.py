@@ -49,7 +49,15 @@ def test_both_writers_of_events_name_the_same_reservation(prompt: int, output: i
     request = envelope(prompt, output, choices)
     item = WorkItem(epoch=Epoch(1, 1), attempt=1, version="v1", worker="w", dispatched_at_ms=0, request=request)
     ours = worker_outcomes.terminal_event(
-        item, Counts(), worker_outcomes.SHUTTING_DOWN, worker="w", frames=0, chunks=0, pulled_at_ms=0, now_ms=1
+        item,
+        Counts(),
+        worker_outcomes.SHUTTING_DOWN,
+        worker="w",
+        frames=0,
+        chunks=0,
+        pulled_at_ms=0,
+        started_at_ms=0,
+        now_ms=1,
     )
     theirs = scheduler_outcomes.proposed(
         Request(request), 1, "expired", "deadline_exceeded", "late", version="v1", worker_died=False, now_ms=1
@@ -80,7 +88,7 @@ def test_d01_limits_keep_the_prompt_of_what_its_caller_ended(
         epoch=Epoch(1, 1), attempt=1, version="v1", worker="w", dispatched_at_ms=5, request=envelope(700, 20, 1)
     )
     event = worker_outcomes.terminal_event(
-        item, Counts(), outcome, worker="w", frames=0, chunks=0, pulled_at_ms=0, now_ms=1
+        item, Counts(), outcome, worker="w", frames=0, chunks=0, pulled_at_ms=0, started_at_ms=0, now_ms=1
     )
     assert event.spent_input_tokens == (700 if kept else 0)
     assert scheduler_outcomes.used(event).input_tokens == event.spent_input_tokens

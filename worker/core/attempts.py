@@ -40,6 +40,8 @@ class InFlight(msgspec.Struct, kw_only=True):
     counts: Counts
     pulled_at_ms: int
     """By the worker's monotonic clock, from which the spans of its event are counted."""
+    started_at_ms: int = 0
+    """When its engine got it, by the same clock; 0 while it waits."""
     outcome: AttemptOutcome | None = None
     event: AttemptEvent | None = None
     askers: list[Any]

@@ -95,6 +95,7 @@ class WorkerCore:
             case _:
                 raise BrokenLifecycle(f"no such event: {event!r}")
         while self.state == "ready" and (attempt := self.attempts.start_next()):
+            attempt.started_at_ms = self._now_ms
             self._effects.append(events.StartAttempt(key=attempt.key, item=attempt.item, counts=attempt.counts))
         effects, self._effects = self._effects, []
         return effects
@@ -161,6 +162,7 @@ class WorkerCore:
             frames=frames,
             chunks=chunks,
             pulled_at_ms=attempt.pulled_at_ms,
+            started_at_ms=attempt.started_at_ms,
             now_ms=self._now_ms,
         )
         self._effects.append(events.StoreEvent(key=attempt.key, event=attempt.event))

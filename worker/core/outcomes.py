@@ -96,6 +96,7 @@ def terminal_event(
     frames: int,
     chunks: int,
     pulled_at_ms: int,
+    started_at_ms: int,
     now_ms: int,
 ) -> AttemptEvent:
     """The attempt's row, after ``frames`` frames with ``chunks`` chunks among them.
@@ -130,9 +131,11 @@ def terminal_event(
         last_seq=frames - 1 if retryable else frames,
         admitted_at_ms=request.admitted_at_ms,
         dispatched_at_ms=item.dispatched_at_ms,
+        started_at_ms=started_at_ms and base_ms + started_at_ms,
         first_token_at_ms=counts.first_token_at_ms and base_ms + counts.first_token_at_ms,
         ended_at_ms=base_ms + now_ms,
         client_request_id=request.client_request_id,
+        traceparent=request.traceparent,
     )
 
 
