@@ -11,6 +11,7 @@ import typer
 from compose.cli import (
     alias,
     audit,
+    bench,
     dead_letters,
     doctor,
     explain,
@@ -42,6 +43,7 @@ COMMANDS = (
     explain.explain,
     nats_config.nats_config,
     audit.audit,
+    bench.bench,
 )
 GROUPS = {
     "tenant": tenant.app,
