@@ -29,6 +29,7 @@ from contracts.messages.control import (
     StatusAnswer,
     StatusRequest,
     StreamOwnerHeartbeat,
+    SwitchVersion,
     WorkerHeartbeat,
     WorkerPulse,
 )
@@ -86,6 +87,7 @@ class Channel(msgspec.Struct, frozen=True):
 
 
 _OPERATED: Sequence[Party] = ("operator", "scheduler")
+_ORDERS = (Announce, CancelAttempt, Evict, SwitchVersion)
 _QUERIES = (UsageQuery, LatencyQuery, InvoiceQuery, ExplainQuery, SlowestQuery)
 _ANSWERS = (UsageAnswer, LatencyAnswer, InvoiceAnswer, ExplainAnswer, SlowestAnswer)
 
@@ -162,7 +164,7 @@ CHANNELS = (
         ["scheduler", "ledger"],
         stream=topology.ATTEMPTS,
     ),
-    Channel("control", subjects.control, [Announce, CancelAttempt, Evict], ["scheduler"], ["worker"], [ControlAnswer]),
+    Channel("control", subjects.control, _ORDERS, ["scheduler"], ["worker"], [ControlAnswer]),
     Channel("queues", subjects.queues, [], ["gateway", "operator"], ["scheduler"], [QueueAnswer]),
     Channel("workerHeartbeat", subjects.worker_heartbeat, [WorkerHeartbeat], ["worker"], ["scheduler"]),
     Channel("workerPulse", subjects.worker_pulse, [WorkerPulse], ["worker"], ["scheduler"]),

@@ -63,6 +63,14 @@ class Simulate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return None if self.tokens is None else [token.encode() for token in self.tokens]
 
 
+class SimulatedVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The engine arguments of a simulated version's manifest: what is wrong with it, for tests of roll-outs."""
+
+    fails_to_start: bool = False
+    counts_as: str = ""
+    """The tokenizer fingerprint that its engine finds, in place of the manifest's."""
+
+
 def simulate_field(body: Mapping[str, Any]) -> Simulate | None:
     """The field of an OpenAI body; raises HeadraceError ``invalid_request`` when it is malformed."""
     try:

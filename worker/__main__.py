@@ -6,6 +6,7 @@ SIGTERM stops it within its grace time; SIGUSR1 once what it runs has ended, how
 import asyncio
 import signal
 import sys
+from functools import partial
 
 from contracts.bus import Bus
 from contracts.service.process import run_service
@@ -18,7 +19,7 @@ async def build(config: WorkerConfig, bus: Bus) -> Worker:
     """A worker of the model, once the model has a manifest."""
     record, manifest = await await_manifest(bus, config.model, config.version)
     overbooking = record.limits.kv_overbooking
-    worker = Worker(bus, config, manifest, lambda: table.build(config, manifest), kv_overbooking=overbooking)
+    worker = Worker(bus, config, manifest, partial(table.build, config), kv_overbooking=overbooking)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, worker.leave)
     return worker
 

@@ -15,6 +15,10 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     """Name of the model's record in the MODELS bucket."""
     version: str = ""
     """The version that it serves; empty for the stable one when it starts."""
+    cache: str = ""
+    """Where files of versions are kept; empty: $XDG_CACHE_HOME/headrace, else ~/.cache/headrace."""
+    cache_bytes: Count = 200 << 30
+    """Of them; what was used longest ago goes first."""
     grace_s: Annotated[float, Meta(ge=0)] = 25.0
     """Running attempts may finish this long after SIGTERM; below the 30 s after which Docker kills."""
     stall_s: Positive = 60.0

@@ -6,6 +6,7 @@ is sent by the thread of the signs of life.
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import structlog
@@ -27,6 +28,9 @@ BURST_S = 0.02
 BURST_COST = 20
 """And so many times what it took to make one: thousands in flight are not listed fifty times a second."""
 
+REASON_MAX = 1000
+"""Characters."""
+
 _log = structlog.get_logger()
 _heartbeat: Codec[WorkerHeartbeat] = Codec(WorkerHeartbeat)
 _pulse: Codec[WorkerPulse] = Codec(WorkerPulse)
@@ -36,11 +40,19 @@ class Heartbeats:
     """``run`` must be running. Without a name or a bus only the metrics are kept."""
 
     def __init__(
-        self, bus: Bus, vitals: Vitals, manifest: Manifest, core: WorkerCore, supervisor: EngineSupervisor
+        self,
+        bus: Bus,
+        vitals: Vitals,
+        core: WorkerCore,
+        supervisor: EngineSupervisor,
+        *,
+        served: Callable[[], Manifest],
+        stage: Callable[[], str],
     ) -> None:
         self._bus = bus
         self._vitals = vitals
-        self._manifest = manifest
+        self._served = served
+        self._stage = stage
         self._core = core
         self._supervisor = supervisor
         self._notified = asyncio.Event()
@@ -71,13 +83,14 @@ class Heartbeats:
                     engine_idle_ms=round(self._core.engine_idle_samples * SAMPLE_S * 1000),
                 )
                 try:
-                    await bus.publish(subjects.worker_pulse(self._manifest.name, worker), _pulse.encode(pulse))
+                    await bus.publish(subjects.worker_pulse(self._served().name, worker), _pulse.encode(pulse))
                 except BusError as error:
                     _log.warning("pulse_not_sent", worker=worker, reason=str(error))
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _send(self) -> None:
-        core, attempts, model = self._core, self._core.attempts, self._manifest.name
+        core, attempts, served = self._core, self._core.attempts, self._served()
+        model = served.name
         engine, stats = self._supervisor.engine, self._supervisor.stats()
         metrics.observe(model, stats, in_flight=len(attempts), kv_tokens=attempts.kv_tokens)
         if not core.worker or not self._bus.connected:
@@ -85,8 +98,9 @@ class Heartbeats:
         heartbeat = WorkerHeartbeat(
             worker=core.worker,
             model=model,
-            version=self._manifest.version,
+            version=served.version,
             state=core.state,
+            reason=(core.reason or self._stage())[:REASON_MAX],
             epoch=core.epoch,
             slots=attempts.slots,
             kv_tokens=attempts.kv_tokens,

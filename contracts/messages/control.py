@@ -85,7 +85,8 @@ class StatusAnswer(Message, frozen=True, kw_only=True):
     """What the frame ``last_seq`` says where that is the worker's ``end``."""
 
 
-WorkerState = Literal["starting", "ready", "draining", "engine_down"]
+WorkerState = Literal["starting", "ready", "draining", "engine_down", "failed"]
+"""``failed``: its version cannot be loaded, or is not what was published; it tries again."""
 
 
 class Progress(TokenCounts, frozen=True, kw_only=True):
@@ -102,6 +103,8 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True):
     model: Name
     version: Name
     state: WorkerState
+    reason: Text = ""
+    """What it waits for or what failed, for people; of a worker that is ready: why it did not switch its version."""
     epoch: Epoch = Epoch()
     """Highest epoch that the worker has acknowledged."""
     slots: int = 0
@@ -183,7 +186,18 @@ class Evict(Message, frozen=True, kw_only=True, tag="evict"):
     epoch: Epoch
 
 
-ControlRequest = Announce | CancelAttempt | Evict
+class SwitchVersion(Message, frozen=True, kw_only=True, tag="switch_version"):
+    """Owner -> worker: serve this version of the model. Answered at once; the heartbeat says what came of it.
+
+    The worker fetches and verifies it while it serves on, lets what runs end, loads it and joins under a new name. One
+    that cannot be had, or fails when it starts, is not served: the worker serves the version before, and says why.
+    """
+
+    epoch: Epoch
+    version: Name
+
+
+ControlRequest = Announce | CancelAttempt | Evict | SwitchVersion
 
 
 class ControlAnswer(Message, frozen=True, kw_only=True):

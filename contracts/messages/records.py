@@ -39,10 +39,12 @@ class Golden(Message, frozen=True, kw_only=True):
     """What the version's engine answered when it was published; a worker that answers otherwise serves nothing."""
 
     prompt: Text
+    text: Text = ""
+    """The greedy answer. Empty for a model without text: it must only answer."""
     tokens: Annotated[list[Whole], FEW] = []
-    """Token ids of the greedy answer. Empty for a model without text: it must only answer."""
+    """Its token ids; where they are known, they are compared and not the text."""
     agreeing: Whole = 0
-    """How many of the first ones another engine or other hardware must agree on."""
+    """How many of the first ones must be the same, on whatever hardware; 0: all."""
 
 
 class Base(Message, frozen=True, kw_only=True):

@@ -5,222 +5,31 @@ import contextlib
 import os
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
-from functools import reduce
+from collections.abc import AsyncIterator
+from functools import partial, reduce
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from contracts import ids, registry, subjects, topology
-from contracts.bus import Bus, Incoming
+from contracts import ids, subjects, topology
+from contracts.bus import Bus
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import NOTHING, Epoch
-from contracts.messages.control import Announce, CancelAttempt, ControlAnswer, Evict, WorkerHeartbeat
-from contracts.messages.frames import EndData, ErrorData, Frame, FramesAnswer, FramesRequest, ReplyMessage
+from contracts.messages.control import Announce, Evict
+from contracts.messages.frames import EndData, ErrorData
 from contracts.messages.records import Manifest
-from contracts.messages.request import Reply, RequestEnvelope, WorkItem
 from contracts.service import telemetry
 from tests.support import polling
 from tests.support.nats_server import NatsServer, free_port
 from tests.support.polling import until
+from tests.support.worker_harness import MANIFEST, MODEL, WAIT_S, Harness, texts, words
 from worker.config import WorkerConfig
 from worker.engines import supervisor, table
 from worker.engines.base import Engine, EngineFailure
 from worker.engines.simulated.engine import SimulatedEngine
 from worker.service import Worker
-
-WAIT_S = 30.0
-MODEL = "sim/model 1"
-MANIFEST = Manifest(
-    name=MODEL, version="v1", engine="simulated", context=1000, default_output_tokens=16, tokenizer_fingerprint="ours"
-)
-
-
-class Harness:
-    """A scheduler's and a gateway's hands, and what they hear."""
-
-    def __init__(self, bus: Bus, url: str) -> None:
-        self.bus = bus
-        self.url = url
-        self.reply_inbox = subjects.gateway_reply_inbox(ids.incarnation("g"))
-        self.messages: list[ReplyMessage] = []
-        self.beats: list[WorkerHeartbeat] = []
-        self.epoch = Epoch(1, 1)
-        self.workers: list[tuple[Worker, asyncio.Task[None]]] = []
-        self._stack = contextlib.AsyncExitStack()
-
-    async def open(self) -> None:
-        await topology.ensure(self.bus)
-        await registry.put_version(self.bus, MANIFEST)
-        await self.bus.subscribe(self.reply_inbox, self._on_reply)
-        await self.bus.subscribe(subjects.HEARTBEATS, self._on_beat)
-
-    def _on_reply(self, incoming: Incoming) -> None:
-        self.messages.append(msgspec.json.decode(incoming.data, type=ReplyMessage))
-
-    def _on_beat(self, incoming: Incoming) -> None:
-        self.beats.append(msgspec.json.decode(incoming.data, type=WorkerHeartbeat))
-
-    async def start(self, build: Callable[[], Engine] | None = None, *, url: str = "", **settings: Any) -> Worker:
-        """A worker that is ready."""
-        config = WorkerConfig(model=MODEL, **{"sim_itl_ms": 5.0, "sim_slots": 4, **settings})
-        bus = await Bus.connect(url or self.url, name="worker")
-        self._stack.push_async_callback(bus.close)
-        worker = Worker(bus, config, MANIFEST, build or (lambda: table.build(config, MANIFEST)))
-        self.workers.append((worker, asyncio.create_task(worker.run())))
-        await self.ready()
-        return worker
-
-    async def ready(self, *but: str) -> str:
-        """Name of a worker that is ready and none of ``but``."""
-
-        def found() -> str:
-            return next((b.worker for b in reversed(self.beats) if b.state == "ready" and b.worker not in but), "")
-
-        return str(await until(found, "no worker gets ready"))
-
-    async def close(self) -> None:
-        while self.workers:
-            worker, task = self.workers.pop()
-            worker.stop()
-            await asyncio.wait_for(task, WAIT_S)
-        await self._stack.aclose()
-
-    @property
-    def worker(self) -> str:
-        return self.beats[-1].worker
-
-    def item(
-        self, worker: str, *, stream: bool = True, attempt: int = 1, max_tokens: int = 100, **fields: Any
-    ) -> WorkItem:
-        simulate = fields.pop("simulate", {})
-        request_id = fields.pop("request_id", "") or ids.request_id()
-        epoch = fields.pop("epoch", self.epoch)
-        body = {
-            "model": MODEL,
-            "messages": [{"role": "user", "content": "one two three"}],
-            "max_tokens": max_tokens,
-            "stream": stream,
-            "simulate": simulate,
-        }
-        now = time.time_ns() // 1_000_000
-        request = RequestEnvelope(
-            **{
-                "request_id": request_id,
-                "tenant": "ten.ant",
-                "key_id": "k1",
-                "model": MODEL,
-                "endpoint": "chat/completions",
-                "stream": stream,
-                "prompt_tokens": 7,
-                "max_output_tokens": max_tokens,
-                "choices": 1,
-                "priority": "interactive",
-                "admitted_at_ms": now,
-                "publish_within_ms": 5000,
-                "deadline_ms": 60_000,
-                "reply": Reply(subject=self.reply_inbox, stream=request_id),
-                "tokenizer_fingerprint": "ours",
-                "body": msgspec.Raw(msgspec.json.encode(body)),
-                **fields,
-            }
-        )
-        return WorkItem(
-            epoch=epoch, attempt=attempt, version="v1", worker=worker, dispatched_at_ms=now, request=request
-        )
-
-    async def dispatch(self, item: WorkItem, *, msg_id: str = "") -> str:
-        request_id = item.request.request_id
-        await self.bus.jetstream.store(
-            subjects.work(MODEL, "v1", item.worker),
-            msgspec.json.encode(item),
-            msg_id=msg_id or f"{request_id}.{item.attempt}",
-        )
-        return request_id
-
-    async def send(self, **fields: Any) -> str:
-        return await self.dispatch(self.item(fields.pop("worker", "") or self.worker, **fields))
-
-    # What came of it ---------------------------------------------------------------------------------------
-
-    def frames(self, request_id: str) -> list[Frame]:
-        return [frame for m in self.messages for frame in m.frames if frame.stream == request_id]
-
-    async def closed(self, request_id: str) -> list[Frame]:
-        """All frames, once the last one came."""
-
-        def ended() -> list[Frame]:
-            frames = self.frames(request_id)
-            return frames if frames and frames[-1].kind in ("end", "error") else []
-
-        frames: list[Frame] = await until(ended, "no closing frame")
-        assert [frame.seq for frame in frames] == list(range(len(frames)))
-        return frames
-
-    async def event(self, request_id: str, attempt: int = 1) -> AttemptEvent:
-        """The stored terminal event."""
-        deadline = time.monotonic() + WAIT_S
-        subject = subjects.attempt(MODEL, request_id, attempt)
-        while (stored := await self.bus.jetstream.last(topology.ATTEMPTS, subject)) is None:
-            assert time.monotonic() < deadline, "no terminal event"
-            await asyncio.sleep(0.01)
-        return msgspec.json.decode(stored.data, type=AttemptEvent)
-
-    async def no_event(self, request_id: str) -> bool:
-        return await self.bus.jetstream.last(topology.ATTEMPTS, subjects.attempt(MODEL, request_id, 1)) is None
-
-    async def work_left(self) -> int:
-        return len([m async for m in self.bus.jetstream.read(topology.WORK, "work.v1.>")])
-
-    async def work_done(self, left: int = 0) -> None:
-        """Only ``left`` messages stay in WORK: what may be tried again is the scheduler's to delete."""
-        deadline = time.monotonic() + WAIT_S
-        while await self.work_left() != left:
-            assert time.monotonic() < deadline, "work is not acknowledged"
-            await asyncio.sleep(0.02)
-
-    async def tokens(self, request_id: str, count: int) -> None:
-        await until(lambda: len(texts(self.frames(request_id))) >= count, "too few tokens")
-
-    async def order(self, worker: str, request: Announce | CancelAttempt | Evict) -> ControlAnswer:
-        data = await self.bus.request(subjects.control(worker), msgspec.json.encode(request), timeout_s=10)
-        return msgspec.json.decode(data, type=ControlAnswer)
-
-    async def cancel(self, request_id: str, *, epoch: Epoch | None = None) -> str:
-        order = CancelAttempt(epoch=epoch or self.epoch, request_id=request_id, attempt=1)
-        return (await self.order(self.worker, order)).status
-
-    async def repaired(self, worker: str, request_id: str, tenant: str = "ten.ant") -> list[Frame] | None:
-        """All frames that the worker still has, page by page."""
-        frames: list[Frame] = []
-        while True:
-            request = FramesRequest(request_id=request_id, attempt=1, from_seq=len(frames))
-            data = await self.bus.request(subjects.frames(worker, tenant), msgspec.json.encode(request))
-            answer = msgspec.json.decode(data, type=FramesAnswer)
-            if not answer.known:
-                return None
-            frames += answer.frames
-            if not answer.more:
-                return frames
-
-
-def texts(frames: list[Frame]) -> list[str]:
-    """Generated text of each chunk that has some."""
-    found = []
-    for frame in frames:
-        if frame.kind == "chunk":
-            for choice in msgspec.json.decode(frame.data).get("choices", ()):
-                if text := choice["delta"].get("content"):
-                    found.append(text)
-    return found
-
-
-def words(count: int) -> list[str]:
-    return [f"w{number} " for number in range(count)]
 
 
 @pytest.fixture
@@ -443,6 +252,7 @@ async def test_another_tokenizer_is_refused_retryably(harness: Harness) -> None:
     event = await harness.event(await harness.send(tokenizer_fingerprint="theirs"))
     assert (event.outcome, event.retryable, event.completion_tokens) == ("failed", True, 0)
     assert "tokenizer" in event.error_message
+    assert metric("tokenizer_mismatches_total") > 0
     await until(lambda: not harness.beats[-1].in_flight)
     await harness.work_done(left=1)
 
@@ -493,8 +303,8 @@ async def test_a_dead_engine_is_rebuilt_and_its_attempts_are_returned(
     monkeypatch.setattr(supervisor, "CHECK_S", 0.05)
     engines: list[Mortal] = []
 
-    def build() -> Engine:
-        engines.append(Mortal(WorkerConfig(model=MODEL, sim_slots=4, sim_itl_ms=5.0), MANIFEST))
+    def build(manifest: Manifest) -> Engine:
+        engines.append(Mortal(WorkerConfig(model=MODEL, sim_slots=4, sim_itl_ms=5.0), manifest))
         return engines[-1]
 
     worker = await harness.start(build)
@@ -544,13 +354,14 @@ async def test_every_metric_says_what_happened(harness: Harness, monkeypatch: py
         "inter_token_latency_seconds_count": scope,
         "engine_losses_total": {},
         "prompts_miscounted_total": {},
+        "tokenizer_mismatches_total": {},
     }
     before = {name: metric(name, **labels) for name, labels in counted.items()}
     config = WorkerConfig(model=MODEL, sim_slots=4, sim_kv_tokens=100, sim_itl_ms=5.0)
     engines: list[Mortal] = []
 
-    def build() -> Engine:
-        engines.append(Mortal(config, MANIFEST))
+    def build(manifest: Manifest) -> Engine:
+        engines.append(Mortal(config, manifest))
         return engines[-1]
 
     await harness.start(build)
@@ -560,6 +371,7 @@ async def test_every_metric_says_what_happened(harness: Harness, monkeypatch: py
         body = msgspec.Raw(msgspec.json.encode(prompt))
         await harness.closed(await harness.send(prompt_tokens=44, max_output_tokens=3, body=body))
     await harness.closed(await harness.send(prompt_tokens=43, max_output_tokens=3, body=body))
+    await harness.event(await harness.send(tokenizer_fingerprint="theirs", body=body))
     # Both generate more than they reserved, so that the cache gets full.
     pair = [await harness.send(max_tokens=60, max_output_tokens=5, simulate={"itl_ms": 25}) for _ in range(2)]
     await until(lambda: metric("attempts_in_flight") == 2 and metric("kv_tokens_used") > 20)
@@ -579,9 +391,10 @@ async def test_every_metric_says_what_happened(harness: Harness, monkeypatch: py
         "inter_token_latency_seconds_count": 2 * 2 + 2 * 59,
         "engine_losses_total": 1,
         "prompts_miscounted_total": 1,
+        "tokenizer_mismatches_total": 1,
     }
     suffixes = ("_total", "_count")
-    asked = {*counted, "kv_tokens", "kv_tokens_used", "attempts_in_flight", "num_preemptions"}
+    asked = {*counted, "versions_refused", "kv_tokens", "kv_tokens_used", "attempts_in_flight", "num_preemptions"}
     families = text_string_to_metric_families(telemetry.page().decode())
     declared = {family.name for family in families if family.name.startswith("headrace_worker_")}
     assert declared == {f"headrace_worker_{reduce(str.removesuffix, suffixes, name)}" for name in asked}
@@ -739,7 +552,7 @@ async def test_after_the_grace_time_streams_end_with_an_error_and_the_rest_is_re
 async def test_a_worker_that_the_bus_refuses_can_still_be_stopped(harness: Harness) -> None:
     await harness.bus.jetstream.api(f"STREAM.DELETE.{topology.WORK}")
     config = WorkerConfig(model=MODEL)
-    worker = Worker(harness.bus, config, MANIFEST, lambda: table.build(config, MANIFEST))
+    worker = Worker(harness.bus, config, MANIFEST, partial(table.build, config))
     task = asyncio.create_task(worker.run())
     await until(lambda: worker.not_ready() == "joining")
     worker.stop()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.messages.base import Epoch
-from contracts.messages.control import SERVICE_FAULTS, Announce, CancelAttempt, ControlRequest, Evict
+from contracts.messages.control import SERVICE_FAULTS, Announce, CancelAttempt, ControlRequest, Evict, SwitchVersion
 from contracts.messages.frames import EndData, ErrorData
 from contracts.messages.request import Reply, RequestEnvelope, WorkItem
 from worker.core import attempts, outcomes
@@ -25,16 +25,20 @@ from worker.core.events import (
     Effect,
     Event,
     EventStored,
+    FetchVersion,
     GraceEnded,
     Joined,
     Key,
     LeaveWork,
+    LoadVersion,
     RebuildEngine,
     Rejoin,
     SendHeartbeat,
     StartAttempt,
     StopAttempt,
     StoreEvent,
+    VersionFetched,
+    VersionRefused,
     WorkPulled,
 )
 from worker.engines.base import (
@@ -42,6 +46,7 @@ from worker.engines.base import (
     EngineEvent,
     EngineFailure,
     EngineLost,
+    EngineRefused,
     EngineSampled,
     EngineStarted,
     EngineStats,
@@ -655,3 +660,85 @@ def test_events_and_effects_are_frozen() -> None:
     for kind in (*Event.__subclasses__(), *Effect.__subclasses__()):
         assert kind.__struct_config__.frozen, kind
     assert msgspec.structs.fields(AckWork)[0].name == "delivery"
+
+
+# Another version -------------------------------------------------------------------------------------------
+
+
+def switching(**options: Any) -> World:
+    """A worker of v1 that has fetched v2."""
+    world = World(version="v1", **options)
+    assert kinds(world.ask(SwitchVersion(epoch=Epoch(1, 1), version="v2"), 1)) == [AnswerControl, FetchVersion]
+    return world
+
+
+def test_a_switch_waits_for_what_runs_and_loads_then() -> None:
+    world = switching()
+    world.pull(item())
+    world.step(VersionFetched(version="v2"))
+    assert (world.core.state, world.core.credit()) == ("draining", 0)
+    world.end(("r1", 1))
+    assert LoadVersion in kinds(world.decide(("r1", 1)))
+    assert (world.core.state, world.core.worker) == ("starting", "")
+    world.step(Joined(worker="w-2"))
+    world.step(EngineStarted(slots=2, kv_tokens=100, tokenizer_fingerprint="v2's"))
+    assert (world.core.state, world.core.reason) == ("ready", "")
+
+
+def test_a_version_that_does_not_start_gives_way_to_the_one_before() -> None:
+    world = switching()
+    assert only(world.step(VersionFetched(version="v2")), LoadVersion).version == "v2"
+    world.step(Joined(worker="w-2"))
+    assert only(world.step(EngineRefused(reason="no")), LoadVersion).version == "v1"
+    world.step(Joined(worker="w-3"))
+    world.step(EngineStarted(slots=2, kv_tokens=100))
+    assert (world.core.state, world.core.reason) == ("ready", "v2 refused: no")
+    assert FetchVersion in kinds(world.ask(SwitchVersion(epoch=Epoch(1, 1), version="v2"), 2)), "it is asked again"
+
+
+def test_a_first_version_that_does_not_start_is_tried_until_it_does() -> None:
+    world = World(version="v1", ready=False)
+    assert LoadVersion not in kinds(world.step(EngineRefused(reason="no")))
+    assert (world.core.state, world.core.reason, world.core.credit()) == ("failed", "no", 0)
+    world.step(EngineStarted(slots=2, kv_tokens=100))
+    assert (world.core.state, world.core.reason) == ("ready", "")
+
+
+def test_files_that_cannot_be_had_change_nothing_but_what_is_said() -> None:
+    world = switching()
+    world.pull(item())
+    world.step(VersionRefused(version="v2", reason="no room"))
+    assert (world.core.state, world.core.reason) == ("ready", "v2 refused: no room")
+    world.step(VersionFetched(version="v2"))
+    assert world.core.state == "ready", "it is not wanted any more"
+
+
+def test_the_last_order_counts() -> None:
+    world = switching()
+    world.ask(SwitchVersion(epoch=Epoch(1, 1), version="v1"), 2)
+    world.step(VersionFetched(version="v2"))
+    assert world.core.state == "ready"
+    world.ask(SwitchVersion(epoch=Epoch(1, 1), version="v2"), 3)
+    world.ask(SwitchVersion(epoch=Epoch(1, 1), version="v3"), 4)
+    world.step(VersionFetched(version="v2"))
+    assert world.core.state == "ready"
+    assert only(world.step(VersionFetched(version="v3")), LoadVersion).version == "v3"
+
+
+def test_an_engine_that_dies_while_its_version_is_left_is_not_rebuilt() -> None:
+    world = switching()
+    world.pull(item())
+    world.step(VersionFetched(version="v2"))
+    assert RebuildEngine not in kinds(world.step(EngineLost(reason="it died")))
+    world.end(("r1", 1))
+    assert LoadVersion in kinds(world.decide(("r1", 1)))
+
+
+def test_a_worker_that_is_told_to_stop_switches_no_more() -> None:
+    world = switching()
+    world.pull(item())
+    world.step(VersionFetched(version="v2"))
+    world.step(DrainStarted())
+    world.end(("r1", 1))
+    assert LoadVersion not in kinds(world.decide(("r1", 1)))
+    assert world.core.state == "draining"

@@ -11,14 +11,22 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from contracts.messages.base import Epoch, TokenCounts, fields_of
-from contracts.messages.control import Announce, CancelAttempt, ControlAnswer, Evict, Progress, WorkerState
+from contracts.messages.control import (
+    Announce,
+    CancelAttempt,
+    ControlAnswer,
+    Evict,
+    Progress,
+    SwitchVersion,
+    WorkerState,
+)
 from contracts.messages.request import RequestEnvelope
 from worker.core import events, outcomes
 from worker.core.attempts import FOR_EVER, Attempts, InFlight, Stage, Tombstone
 from worker.core.events import Effect, Event, Key
 from worker.core.outcomes import AttemptOutcome
 from worker.core.stalls import StallWatch
-from worker.engines.base import EngineEvent, EngineLost, EngineSampled, EngineStarted
+from worker.engines.base import EngineEvent, EngineLost, EngineRefused, EngineSampled, EngineStarted
 
 ASKERS_MAX = 16
 """Cancels of one attempt that wait for an answer; who was dropped asks again."""
@@ -32,10 +40,26 @@ class WorkerCore:
     """One worker process over all its names. ``stall_samples``: looks without progress that make a stall."""
 
     def __init__(
-        self, *, tokenizer_fingerprint: str = "", kv_overbooking: float = 1.0, stall_samples: int = 60
+        self,
+        *,
+        version: str = "",
+        tokenizer_fingerprint: str = "",
+        kv_overbooking: float = 1.0,
+        stall_samples: int = 60,
     ) -> None:
         self.worker = ""
         self.state: WorkerState = "starting"
+        self.reason = ""
+        """Why it is not ready; of one that is ready, why it did not switch."""
+        self._version = version
+        self._wanted = version
+        """The version that it was told last."""
+        self._previous = ""
+        """The one to go back to when the present one cannot be loaded; empty once that has served."""
+        self._fallback = ""
+        """What ``_previous`` becomes with the next load."""
+        self._switching = False
+        """What is in flight may end, then the wanted version is loaded."""
         self.epoch = Epoch()
         self.attempts = Attempts(kv_overbooking)
         self._fingerprint = tokenizer_fingerprint
@@ -85,6 +109,12 @@ class WorkerCore:
                 self._engine_started(event)
             case EngineLost():
                 self._engine_lost(event.reason)
+            case EngineRefused():
+                self._engine_refused(event.reason)
+            case events.VersionFetched():
+                self._fetched(event.version)
+            case events.VersionRefused():
+                self._version_refused(event.version, event.reason)
             case events.DrainStarted():
                 self._drain()
             case events.GraceEnded():
@@ -94,6 +124,8 @@ class WorkerCore:
                 self._effects.append(events.SendHeartbeat())
             case _:
                 raise BrokenLifecycle(f"no such event: {event!r}")
+        if self._switching and not len(self.attempts):
+            self._load(self._wanted, previous=self._fallback)
         while self.state == "ready" and (attempt := self.attempts.start_next()):
             attempt.started_at_ms = self._now_ms
             self._effects.append(events.StartAttempt(key=attempt.key, item=attempt.item, counts=attempt.counts))
@@ -214,6 +246,9 @@ class WorkerCore:
             case Evict():
                 self._answer(event.asker, "ok")
                 self._leave()
+            case SwitchVersion():
+                self._answer(event.asker, "ok")
+                self._switch(request.version)
 
     def _cancel(self, key: Key, asker: Any, reason: str) -> None:
         if attempt := self.attempts.get(key):
@@ -240,16 +275,60 @@ class WorkerCore:
             self._answer(asker, status)
         attempt.askers = []
 
+    def _switch(self, version: str) -> None:
+        """Repeated orders are one. One for the version that is served calls off another that is not loaded yet."""
+        if version == self._wanted or self.state == "draining":
+            return
+        self._wanted = version
+        if version != self._version:
+            self._effects.append(events.FetchVersion(version=version))
+
+    def _fetched(self, version: str) -> None:
+        """The files are here: what runs may end, what waits goes elsewhere."""
+        if version != self._wanted or version == self._version or self.state == "draining":
+            return
+        self._fallback = self._version if self.state in ("ready", "engine_down") else ""
+        self.state, self.reason, self._switching = "draining", f"switching to {version}", True
+        self._end_each(self.attempts.not_started(), outcomes.SHUTTING_DOWN)
+        self._effects.append(events.SendHeartbeat())
+
+    def _load(self, version: str, *, previous: str) -> None:
+        self.state, self.worker, self._switching = "starting", "", False
+        self._version = self._wanted = version
+        self._previous = previous
+        self._effects.append(events.LoadVersion(version=version))
+
+    def _version_refused(self, version: str, reason: str) -> None:
+        if version == self._wanted and self.state != "draining":
+            self._wanted = self._version
+            self.reason = f"{version} refused: {reason}"
+            self._effects.append(events.SendHeartbeat())
+
+    def _engine_refused(self, reason: str) -> None:
+        """The version before serves on; where there is none, the engine is tried again."""
+        if self.state == "draining":
+            return
+        if self._previous:
+            self.reason = f"{self._version} refused: {reason}"
+            self._load(self._previous, previous="")
+        else:
+            self.state, self.reason = "failed", reason
+        self._effects.append(events.SendHeartbeat())
+
     def _drain(self) -> None:
-        self.state = "draining"
+        self.state, self._switching = "draining", False
         self._end_each(self.attempts.not_started(), outcomes.SHUTTING_DOWN)
         self._effects.append(events.SendHeartbeat())
 
     def _engine_started(self, event: EngineStarted) -> None:
         self.attempts.slots, self.attempts.kv_tokens = event.slots, event.kv_tokens
         self._stalls.restart()
+        if event.tokenizer_fingerprint is not None:
+            self._fingerprint = event.tokenizer_fingerprint
         if self.state != "draining":
-            self.state = "ready"
+            if self.state == "failed" or self._previous:
+                self.reason = ""
+            self.state, self._previous = "ready", ""
         self._effects.append(events.SendHeartbeat())
 
     def _engine_lost(self, reason: str) -> None:

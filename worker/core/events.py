@@ -66,6 +66,19 @@ class GraceEnded(Event, frozen=True, kw_only=True):
     """The time for the graceful drain is over."""
 
 
+class VersionFetched(Event, frozen=True, kw_only=True):
+    """Another version's files are here, verified."""
+
+    version: str
+
+
+class VersionRefused(Event, frozen=True, kw_only=True):
+    """Another version's files cannot be had, or are not what was published."""
+
+    version: str
+    reason: str
+
+
 class Effect(msgspec.Struct, frozen=True, kw_only=True):
     """Something to do."""
 
@@ -125,6 +138,18 @@ class RebuildEngine(Effect, frozen=True, kw_only=True):
     """Close the engine and build another one."""
 
     reason: str
+
+
+class FetchVersion(Effect, frozen=True, kw_only=True):
+    """Fetch a version's files while this one is served; VersionFetched or VersionRefused must follow."""
+
+    version: str
+
+
+class LoadVersion(Effect, frozen=True, kw_only=True):
+    """Close the engine, load that version's, and take a new name (Joined). Nothing is in flight."""
+
+    version: str
 
 
 class Rejoin(Effect, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from contracts.messages.request import RequestEnvelope, WorkItem
 from contracts.tokens import reserved
 from worker.engines.base import Counts, EngineFailure
 
+TOKENIZER_MISMATCH = "tokenizer mismatch"
 ERROR_MESSAGE_MAX = 500
 """Characters of an engine's message that are kept."""
 
@@ -59,7 +60,7 @@ def other_tokenizer(theirs: str, ours: str) -> AttemptOutcome:
     return AttemptOutcome(
         kind="failed",
         code="unavailable",
-        message=f"tokenizer mismatch: counted by {theirs[:16]}, served by {ours[:16]}",
+        message=f"{TOKENIZER_MISMATCH}: counted by {theirs[:16]}, served by {ours[:16]}",
         retry="always",
     )
 

@@ -72,6 +72,14 @@ class EngineStarted(EngineEvent, frozen=True, kw_only=True):
 
     slots: int
     kv_tokens: int
+    tokenizer_fingerprint: str | None = None
+    """Of the version that it serves; None: as before."""
+
+
+class EngineRefused(EngineEvent, frozen=True, kw_only=True):
+    """The version could not be loaded, or is not what was published; it is tried again, later each time."""
+
+    reason: str
 
 
 class EngineSampled(EngineEvent, frozen=True, kw_only=True):
@@ -141,6 +149,9 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop everything that the engine started; generators still open raise EngineFailure."""
+
+    async def fingerprint(self) -> str:
+        """How it counts (contracts.fingerprint), as the code that serves counts; empty where nobody counts."""
 
     def stats(self) -> EngineStats:
         """How it stands; zeros before ``start``."""

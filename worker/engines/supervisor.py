@@ -1,11 +1,12 @@
-"""Keeps an engine running: builds it, looks whether it lives and moves, and builds another one when it is told to.
+"""Keeps an engine running: loads it, looks whether it lives and moves, and builds another one when it is told to.
 
 Whether an engine is lost is decided in the core, by what is told from here.
 """
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import structlog
 
@@ -14,6 +15,7 @@ from worker.engines.base import (
     EngineEvent,
     EngineFailure,
     EngineLost,
+    EngineRefused,
     EngineSampled,
     EngineStarted,
     EngineStats,
@@ -32,24 +34,33 @@ _log = structlog.get_logger()
 
 
 class EngineSupervisor:
-    """``build`` makes a new engine, not yet started. ``tell`` hears what happens to it.
+    """``load`` gives a new engine that has started. ``tell`` hears what happens to it.
 
     ``check_timeout_s``: how long a health check may take.
     """
 
     def __init__(
-        self, build: Callable[[], Engine], tell: Callable[[EngineEvent], None], *, check_timeout_s: float
+        self, load: Callable[[], Awaitable[Engine]], tell: Callable[[EngineEvent], None], *, check_timeout_s: float
     ) -> None:
         self.engine: Engine | None = None
         """The one that serves; None while there is none."""
-        self._build = build
+        self._load = load
         self._tell = tell
         self._check_timeout_s = check_timeout_s
         self._lost = asyncio.Event()
+        self._switched = asyncio.Event()
+        self.tokenizer_fingerprint: str | None = None
 
     def replace(self) -> None:
-        """Close the engine and build another one."""
+        """Close the engine and load another one."""
         self._lost.set()
+
+    def switch(self, load: Callable[[], Awaitable[Engine]], tokenizer_fingerprint: str) -> None:
+        """Close the engine, or give up the one that is being loaded, and load by this from now on."""
+        self._load = load
+        self.tokenizer_fingerprint = tokenizer_fingerprint
+        self._lost.set()
+        self._switched.set()
 
     def stats(self) -> EngineStats:
         """Of the engine that serves; zeros while there is none."""
@@ -62,33 +73,62 @@ class EngineSupervisor:
                 tasks.create_task(loop)
 
     async def _keep(self) -> None:
-        """Build, start, wait for the loss, close, and again."""
+        """Load, wait for the loss, close, and again."""
         pause = REBUILD_S
         while True:
+            self._switched.clear()
             if await self._live_once() > STEADY_S:
                 pause = REBUILD_S
             _log.info("engine_rebuild", pause_s=pause)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, REBUILD_S_MAX)
+            try:
+                async with asyncio.timeout(pause):
+                    await self._switched.wait()
+                pause = REBUILD_S
+            except TimeoutError:
+                pause = min(2 * pause, REBUILD_S_MAX)
 
     async def _live_once(self) -> float:
         """Seconds that one engine has served."""
-        engine = self._build()
+        self._lost.clear()
         try:
-            await engine.start()
+            engine = await self._loaded()
+        except EngineFailure as failure:
+            _log.error("engine_not_started", code=failure.code, reason=failure.message)
+            if not self._switched.is_set():
+                self._tell(EngineRefused(reason=failure.message))
+            return 0.0
+        if engine is None:
+            return 0.0
+        try:
             self.engine = engine
-            self._lost.clear()
-            self._tell(EngineStarted(slots=engine.slots, kv_tokens=engine.kv_tokens))
+            self._tell(
+                EngineStarted(
+                    slots=engine.slots, kv_tokens=engine.kv_tokens, tokenizer_fingerprint=self.tokenizer_fingerprint
+                )
+            )
             _log.info("engine_started", slots=engine.slots, kv_tokens=engine.kv_tokens, context=engine.context)
             started = time.monotonic()
             await self._lost.wait()
             return time.monotonic() - started
-        except EngineFailure as failure:
-            _log.error("engine_not_started", code=failure.code, reason=failure.message)
-            return 0.0
         finally:
             self.engine = None
-            await _close(engine)
+            await close(engine)
+
+    async def _loaded(self) -> Engine | None:
+        """A new engine; None when another version is wanted meanwhile. Raises EngineFailure."""
+        loading = asyncio.ensure_future(self._load())
+        switched = asyncio.create_task(self._switched.wait())
+        try:
+            await asyncio.wait((loading, switched), return_when=asyncio.FIRST_COMPLETED)
+            if not switched.done():
+                return await loading
+            loading.cancel()
+            with suppress(asyncio.CancelledError, EngineFailure):
+                await close(await loading)  # it came at the same moment
+            return None
+        finally:
+            loading.cancel()
+            switched.cancel()
 
     async def _sample(self) -> None:
         while True:
@@ -113,7 +153,8 @@ class EngineSupervisor:
                 self._tell(EngineLost(reason=reason))
 
 
-async def _close(engine: Engine) -> None:
+async def close(engine: Engine) -> None:
+    """Within CLOSE_S, whatever becomes of it."""
     try:
         async with asyncio.timeout(CLOSE_S):
             await engine.close()

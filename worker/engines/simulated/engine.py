@@ -16,6 +16,7 @@ import msgspec
 
 from contracts import clock
 from contracts.messages.records import Manifest
+from contracts.simulated import SimulatedVersion
 from worker.config import WorkerConfig
 from worker.engines.base import Counts, EngineFailure, EngineStats, Job, check_prompt
 from worker.engines.simulated.answer import ChunkWriter, ParsedJob, parse_job
@@ -39,6 +40,7 @@ class SimulatedEngine:
         self.kv_tokens = config.sim_kv_tokens
         self.context = config.sim_context
         self._model = manifest.name
+        self._version = msgspec.convert(manifest.engine_arguments, SimulatedVersion)
         self._prefill_tps = config.sim_prefill_tps
         self._itl_ms = config.sim_itl_ms
         self._exit_process = exit_process
@@ -49,11 +51,16 @@ class SimulatedEngine:
         self._steps = 0
 
     async def start(self) -> None:
+        if self._version.fails_to_start:
+            raise EngineFailure("engine_error", "the engine does not start, as its version says", retryable=True)
         self._loop = asyncio.get_running_loop()
         self._batch = Batch(slots=self.slots, kv_tokens=self.kv_tokens, prefill_tps=self._prefill_tps)
 
     async def close(self) -> None:
         self._stop(EngineFailure("shutting_down", "the engine was closed", retryable=True))
+
+    async def fingerprint(self) -> str:
+        return self._version.counts_as
 
     def stats(self) -> EngineStats:
         if self._batch is None:

@@ -16,6 +16,7 @@ ENVIRONMENT = {
     "TQDM_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
     # A step that takes longer has hung; vLLM's own 300 s are too long for callers.
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "30",
     # A fork would share this process's signal pipe and sockets: ending the engine looks like SIGTERM to us.
@@ -36,6 +37,8 @@ def engine_arguments(config: WorkerConfig, manifest: Manifest) -> list[str]:
         "served_model_name": manifest.name,
         "max_num_seqs": config.vllm_slots,
         "max_model_len": manifest.context,
+        "load_format": "safetensors",  # never a pickle
+        "trust_remote_code": False,
         "use_tqdm_on_load": False,
         # Workers fetch nothing for a caller: without a list vLLM takes every domain. Operators name theirs here.
         "allowed_media_domains": ["none.invalid"],
@@ -63,7 +66,7 @@ def engine_arguments(config: WorkerConfig, manifest: Manifest) -> list[str]:
     else:
         arguments["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization
     line = []
-    for name, value in (arguments | config.vllm_engine_args).items():
+    for name, value in (arguments | manifest.engine_arguments | config.vllm_engine_args).items():
         flag = name.replace("_", "-")
         if value is True:
             line.append(f"--{flag}")

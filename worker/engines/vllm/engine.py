@@ -83,6 +83,9 @@ class VllmEngine:
             await parts.close_application()
             await _in_thread(parts.shut_down)
 
+    async def fingerprint(self) -> str:
+        return ""
+
     def stats(self) -> EngineStats:
         return EngineStats() if self._parts is None else self._parts.stats()
 
