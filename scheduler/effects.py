@@ -167,6 +167,7 @@ class Effects:
             version=effect.version,
             worker=effect.worker,
             dispatched_at_ms=request.dispatched_at_ms,
+            suspect_tokens=request.suspect_tokens,
             request=msgspec.structs.replace(request.envelope, body=body),
         )
         try:

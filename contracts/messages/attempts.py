@@ -2,12 +2,22 @@
 
 from typing import Literal
 
-from contracts.messages.base import Body, Line, Message, Name, Outcome, RequestFacts, Sealed, Subject, Text, fields_of
+from contracts.messages.base import (
+    Body,
+    Line,
+    Message,
+    Name,
+    Outcome,
+    RequestFacts,
+    Sealed,
+    Subject,
+    Text,
+    Whole,
+    fields_of,
+)
 from contracts.messages.frames import EndData
 from contracts.messages.request import RequestEnvelope
 
-ENGINE_DEATHS_MAX = 2
-"""So many attempts of a request that end by the death of their engine or worker, and it is quarantined."""
 _GIVEN_BACK = frozenset(("shutting_down", "unavailable"))
 
 
@@ -32,7 +42,12 @@ class AttemptEvent(RequestFacts, frozen=True, kw_only=True):
     retryable: bool = False
     """A failed attempt that another worker may repeat."""
     engine_death: bool = False
-    """The attempt ended because its engine or worker died: the request is a poison candidate."""
+    """The attempt ended because its engine or worker died."""
+    accused: Whole = 0
+    """To how many bodies that death is put down, this one among them; 0: to others, or to a copy of it. Counts with
+    ``engine_death`` only."""
+    body_hash: Line = ""
+    """As in the request, where its body died with an engine or worker, now or before; else empty."""
     billable: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0

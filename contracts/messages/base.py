@@ -97,6 +97,8 @@ class RequestDemand(RequestFacts, frozen=True, kw_only=True):
     """Pinned version; empty for the scheduler's choice."""
     body_bytes: int = 0
     """Of a body too large for a message, which lies in BODIES; 0: it is in the message."""
+    body_hash: Line = ""
+    """Equal for equal bodies: what ended engines is known again when its caller repeats it under another id."""
 
 
 class TokenCounts(Message, frozen=True, kw_only=True):

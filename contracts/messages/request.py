@@ -3,7 +3,18 @@
 import msgspec
 
 from contracts.messages.admission import RateLimits
-from contracts.messages.base import NOTHING, Endpoint, Epoch, Line, Message, Name, RequestDemand, RequestId, Subject
+from contracts.messages.base import (
+    NOTHING,
+    Endpoint,
+    Epoch,
+    Line,
+    Message,
+    Name,
+    RequestDemand,
+    RequestId,
+    Subject,
+    Whole,
+)
 from contracts.messages.frames import ErrorData
 from contracts.messages.records import PriceTier
 
@@ -57,6 +68,9 @@ class WorkItem(Message, frozen=True, kw_only=True):
     worker: Name
     dispatched_at_ms: int
     """By the owner's clock; the worker's event counts on from here."""
+    suspect_tokens: Whole = 0
+    """Its body died with an engine or worker before: until it has given so many tokens the next death here is put down
+    to it. 0: it is no suspect."""
     request: RequestEnvelope
 
 

@@ -199,8 +199,8 @@ class Intake:
         check_prompt_logprobs(sum(prompts), valid)
         limit = output_limit(api, manifest, limits, prompts, valid)
         stated = {api.limit_field: limit} if api.limit_field else {}
-        body = await threads.run(
-            tenant.name, parsed.bytes, ON_THE_SPOT_BYTES, msgspec.json.encode, valid.fields | stated
+        body, body_hash = await threads.run(
+            tenant.name, parsed.bytes, ON_THE_SPOT_BYTES, _encoded, valid.fields | stated
         )
         envelope = RequestEnvelope(
             request_id=context.request_id,
@@ -226,6 +226,7 @@ class Intake:
             body_bytes=len(body) if len(body) > self._claim_check_bytes else 0,
             requested_model=parsed.name if parsed.name != manifest.name else "",
             choice_reason="; ".join((candidate.reason, *passed))[:REASON_CHARS_MAX] if candidate.reason else "",
+            body_hash=body_hash,
         )
         return Prepared(context, parsed.bytes, envelope, body, manifest.version, parsed)
 
@@ -356,6 +357,12 @@ def idempotency_key(given: str, param: str) -> str:
     raise HeadraceError(
         "invalid_request", f"{param} must have 1 to {IDEMPOTENCY_KEY_MAX} printable ASCII characters.", param=param
     )
+
+
+def _encoded(fields: dict[str, Any]) -> tuple[bytes, str]:
+    """The body as engines get it, and its hash."""
+    body = msgspec.json.encode(fields)
+    return body, hashlib.blake2b(body, digest_size=16).hexdigest()
 
 
 def _digest(endpoint: str, fields: dict[str, Any]) -> str:

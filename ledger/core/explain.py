@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from contracts.messages.attempts import ENGINE_DEATHS_MAX, AttemptEvent
+from contracts.messages.attempts import AttemptEvent
 from contracts.messages.deliveries import Delivery
 from ledger.core import money
 
@@ -65,13 +65,13 @@ def refused(delivery: Delivery) -> list[str]:
 def _why_no_more(attempts: Sequence[AttemptEvent]) -> str:
     last = attempts[-1]
     deaths = sum(event.engine_death for event in attempts)
-    if deaths >= ENGINE_DEATHS_MAX:
+    if last.engine_death and deaths > 1:
         return f"the request ended {deaths} workers or engines and was quarantined"
     if last.stream and last.completion_tokens:
         return "tokens had been produced for a streaming caller, so a repetition would not have been safe"
     if not last.retryable:
         return "the request ended with an error"
-    if sum(event.outcome == "failed" or event.engine_death for event in attempts) > 1:
+    if sum(event.outcome == "failed" and not (event.engine_death or event.given_back) for event in attempts) > 1:
         return "it had been tried twice, which is the most"
     return "the scheduler gave the request up, or has not decided yet"
 

@@ -121,7 +121,7 @@ class Row(NamedTuple):
     choice_reason: str
 
 
-_NO_COLUMN = ("idempotency", "withdrawn", "spent_input_tokens")
+_NO_COLUMN = ("idempotency", "withdrawn", "spent_input_tokens", "accused", "body_hash")
 EVENT_COLUMNS = {name: name.removesuffix("_ms") for name in AttemptEvent.__struct_fields__ if name not in _NO_COLUMN}
 """Field of an attempt event -> its column. Idempotency keys are for schedulers and end after minutes."""
 

@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Callable
 
 from contracts import subjects
+from contracts.accusations import Exposed, put_down_to
 from contracts.errors import HeadraceError
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.attempts import AttemptEvent
@@ -16,6 +17,7 @@ from contracts.messages.base import Epoch
 from contracts.messages.control import WITHDRAWN, Announce, CancelAnswer, CancelAttempt, Evict, Progress
 from contracts.messages.records import ModelRecord
 from scheduler.core import events, outcomes, views
+from scheduler.core.accused import body_key
 from scheduler.core.admission import RETRY_AFTER_S_MAX
 from scheduler.core.lifecycle import UNHEARD, Lifecycle, cancelled
 from scheduler.core.quotas import seconds
@@ -116,6 +118,9 @@ class Core(Lifecycle):
                 # What the owner before us dispatched under this key may yet be found.
                 self._unsure = [*self._unsure[1 - UNSURE_MAX :], event]
                 return
+            body = self.accused.of(asked)
+            if body.condemned:
+                raise HeadraceError("request_quarantined", outcomes.quarantined(asked.request_id, body))
             self._check_workers()
             deadline_ms = self.admission.check(asked, self.now_ms, has_room=self.pool.has_room())
         except HeadraceError as error:
@@ -261,6 +266,8 @@ class Core(Lifecycle):
     def _terminal_stored(self, stored: events.TerminalStored) -> None:
         event = stored.event
         self.admission.budgets.ended(event, stored.seq, in_order=stored.in_order)
+        known = self.requests.get(event.request_id)
+        self.accused.take(event, event if known is None else known.envelope, self.now_ms)
         self._takeover.end_found(event)
         request = self.requests.get(event.request_id)
         if request is None:
@@ -302,7 +309,7 @@ class Core(Lifecycle):
         if outcomes.is_void(event):
             request.attempt = event.attempt
             outcomes.count(request, event, self.pool.beats)
-            if outcomes.may_retry(request, event):
+            if outcomes.may_retry(request, self.accused.of(request.envelope), event):
                 # One that waits for its message is another owner's by now, and this one deposed.
                 if request.state is not State.ADMITTED and outcomes.may_have_been_seen(request, event):
                     self.clear(request, event)
@@ -376,10 +383,10 @@ class Core(Lifecycle):
                 continue
             request.was_in_flight = True
             request.progress = progress
-            if progress.completion_tokens > 0 and request.state in WITH_WORKER:
-                worker.poison_candidates.discard(request.id)
-                if request.state is not State.RUNNING:
-                    request.advance(Trigger.GENERATING, self.now_ms)
+            if progress.completion_tokens >= request.suspect_tokens:
+                worker.suspects.discard(request.id)
+            if progress.completion_tokens > 0 and request.state in (State.DISPATCHING, State.DISPATCHED):
+                request.advance(Trigger.GENERATING, self.now_ms)
         if beat.epoch >= self.epoch:
             self._drop_unstarted(worker)
         self.dispatch()
@@ -432,13 +439,12 @@ class Core(Lifecycle):
         self.do(events.SendControl(worker.beat.worker, Evict(epoch=self.epoch)))
         if worker.work or worker.beat.state != "draining":
             self.lost_workers += 1
-        for request_id in list(worker.work):
-            request = self.requests[request_id]
-            if request.state in WITH_WORKER:
-                begun = request.progress is not None and request.progress.completion_tokens > 0
-                request.exonerated = begun and worker.exonerates(request_id)
-                message = f"Worker {worker.beat.worker} {why}."
-                self.propose_end(request, "lost", "worker_lost", message, worker_died=True)
+        held = [request for request in map(self.requests.__getitem__, worker.work) if request.state in WITH_WORKER]
+        held.sort(key=lambda request: not request.was_in_flight)  # Of several copies one that surely ran.
+        accused = put_down_to({it.id: Exposed(body_key(it.envelope), suspect=it.id in worker.suspects) for it in held})
+        for request in held:
+            message = f"Worker {worker.beat.worker} {why}."
+            self.propose_end(request, "lost", "worker_lost", message, accused=accused[request.id])
 
     def _time_passed(self, event: events.TimePassed) -> None:
         now = self.now_ms
@@ -464,6 +470,7 @@ class Core(Lifecycle):
         self._hear_no_more()
         self.tombstones.pass_time(now)
         self.keys.pass_time(now)
+        self.accused.pass_time(now, (request.envelope for request in self.requests.values()))
         self.clocks.pass_time(now)
         self.admission.pass_time(now)
         if not self.recovering:

@@ -49,6 +49,11 @@ class QueuedRequest:
         self.charge = charge
         self.since_ms = since_ms
 
+    @property
+    def lane(self) -> Hashable:
+        """As it was pushed."""
+        return self.place[1]
+
 
 class Share:
     """A tenant's place in the queue."""

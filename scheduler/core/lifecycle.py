@@ -5,6 +5,7 @@ core's (``core``); what is made of an earlier owner's requests is ``takeover``'s
 """
 
 import heapq
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ from contracts.messages.records import ModelRecord
 from contracts.messages.request import RequestEnvelope, WorkItem
 from contracts.tokens import Cost
 from scheduler.core import events, outcomes
+from scheduler.core.accused import ENGINES_MAX, Accused, body_key, may_share
 from scheduler.core.admission import AdmissionControl
 from scheduler.core.clocks import Clocks
 from scheduler.core.fair_queue import FairQueue, QueuedRequest
@@ -55,6 +57,7 @@ class Lifecycle:
         self.requests: dict[str, Request] = {}
         self.tombstones = Tombstones()
         self.keys = IdempotencyKeys()
+        self.accused = Accused()
         self.queue = FairQueue(ageing_ms=settings.ageing_ms)
         self.admission = AdmissionControl(record, self.queue, now_ms)
         self.pool = WorkerPool(epoch=epoch, settings=settings, kv_overbooking=record.limits.kv_overbooking)
@@ -72,7 +75,7 @@ class Lifecycle:
         """Ends of waiting requests, put off while ``recovering``."""
         self.clearing: dict[str, Clearing] = {}
         """Of the requests in this state."""
-        self._worker_freed = False
+        self._scan_again = False
         self.now_ms = now_ms
         """Of the present step, Unix ms."""
         self.unheard: dict[str, int] = {}
@@ -167,17 +170,36 @@ class Lifecycle:
             envelope.deadline_at_ms,
             request.cost.total,
             self.now_ms,
-            lane=lane(request),
+            lane=self.lane(request),
         )
         heapq.heappush(self.deadlines, (envelope.deadline_at_ms, request.id))
+
+    def lane(self, request: Request) -> Hashable:
+        """Where it waits among those that are placed alike."""
+        return lane(request, suspect=self.accused.of(request.envelope).suspect)
+
+    def place(self, request: Request) -> Worker | None:
+        """The worker that takes it now, or None. Copies of a suspect run on so few workers that three die at most."""
+        body = self.accused.of(request.envelope)
+        if not body.suspect:
+            return self.pool.place(request, lambda worker: True)
+        key = body_key(request.envelope)
+        holders = {name for name, worker in self.pool.workers.items() if key in worker.bodies.values()}
+
+        def may_hold(worker: Worker) -> bool:
+            beside = [self.accused.of(self.requests[request_id].envelope) for request_id in worker.suspects]
+            exposed = len(holders | {worker.beat.worker})
+            return body.deaths + exposed <= ENGINES_MAX and may_share(body, beside)
+
+        return self.pool.place(request, may_hold)
 
     def dispatch(self) -> None:
         """Place what waits, in fair order, while a worker has room."""
         if self.recovering or not len(self.queue) or not self.pool.has_room():
             return
-        self._worker_freed = True
-        while self._worker_freed:  # What a reserved worker did not take may fit beside the request it was kept for.
-            self._worker_freed = False
+        self._scan_again = True
+        while self._scan_again:  # What a reserved worker did not take may fit beside the request it was kept for.
+            self._scan_again = False
             self.queue.scan(self.now_ms, self._take)
 
     def _take(self, queued: QueuedRequest) -> bool:
@@ -185,20 +207,30 @@ class Lifecycle:
         if request.envelope.deadline_at_ms <= self.now_ms:
             self.expire(request)
             return True
-        worker = self.pool.place(request)
+        body = self.accused.of(request.envelope)
+        if queued.lane != self.lane(request):  # Its body is accused, or cleared, since it waits.
+            self.queue.remove(request.id)
+            self._enqueue(request)
+            self._scan_again = True
+            return True
+        if body.condemned:
+            self.end_waiting(request, "failed", "request_quarantined", outcomes.quarantined(request.id, body))
+            return True
+        worker = self.place(request)
         if worker is None:
-            if not request.deaths:
+            if not body.suspect:
                 self.pool.reserve_worker(request, self.now_ms - queued.since_ms)
             return False
         self._dispatch_to(request, worker)
         return True
 
     def _dispatch_to(self, request: Request, worker: Worker) -> None:
-        self._worker_freed |= self.pool.free_worker(request.id)
+        self._scan_again |= self.pool.free_worker(request.id)
         request.charged = self.queue.serve(request.id)
         self.admission.count_waiting(request, -1, self.now_ms)
         request.advance(Trigger.PLACED, self.now_ms)
-        self._place_on(request, worker, request.attempt + 1)
+        suspect_tokens = self.accused.of(request.envelope).suspect_tokens
+        self._place_on(request, worker, request.attempt + 1, suspect_tokens)
         request.dispatched_at_ms = self.now_ms
         self.do(
             events.StoreWork(
@@ -226,13 +258,13 @@ class Lifecycle:
             self.do(events.DeleteWork(request.work_seq))
         request.work_seq, request.work_attempt = seq, item.attempt
         worker = self.pool.expect(item.worker, item.request.model, item.version)
-        self._place_on(request, worker, item.attempt)
+        self._place_on(request, worker, item.attempt, item.suspect_tokens)
         request.dispatched_at_ms = min(item.dispatched_at_ms, self.now_ms)
         request.adopted = True
         worker.adopted[request.id] = None
         self.ack_request(request)
 
-    def _place_on(self, request: Request, worker: Worker, attempt: int) -> None:
+    def _place_on(self, request: Request, worker: Worker, attempt: int, suspect_tokens: int) -> None:
         """``attempt`` is the present one from now on, and takes up room on ``worker``."""
         request.attempt = attempt
         request.worker = worker.beat.worker
@@ -240,8 +272,8 @@ class Lifecycle:
         request.was_in_flight = False
         request.gone_since_ms = 0
         request.end_asked = False
-        request.exonerated = False
         request.adopted = False
+        request.suspect_tokens = suspect_tokens
         self.pool.assign(worker, request)
 
     def ack_request(self, request: Request) -> None:
@@ -251,9 +283,10 @@ class Lifecycle:
             request.request_seq = 0
 
     def propose_end(
-        self, request: Request, outcome: Outcome, code: str, message: str, *, worker_died: bool = False
+        self, request: Request, outcome: Outcome, code: str, message: str, *, accused: int | None = None
     ) -> None:
-        """Ask for the present attempt's end; what is stored first decides (TerminalStored)."""
+        """Ask for the present attempt's end; what is stored first decides (TerminalStored). ``accused``: see
+        outcomes.proposed."""
         number = request.open_attempt
         event = outcomes.proposed(
             request,
@@ -262,7 +295,7 @@ class Lifecycle:
             code,
             message,
             version=self._version_of(request),
-            worker_died=worker_died,
+            accused=accused,
             now_ms=self.now_ms,
         )
         if request.state is not State.ENDING:
@@ -306,20 +339,18 @@ class Lifecycle:
     def decide(self, request: Request, event: AttemptEvent) -> None:
         """The present attempt has ended with ``event``: retry before the first token, else settle for good."""
         worker = self.pool.workers.get(request.worker)
-        if worker is not None and event.engine_death:
-            request.exonerated = event.completion_tokens > 0 and worker.exonerates(request.id)
         if worker is not None and event.outcome == "lost":
             # It lives, and may have the attempt or get it yet. An order before the loss is stored would end the
             # request: the worker's own end, cancelled, would be first.
             self.do(events.SendControl(request.worker, self._cancel_order(request)))
-        self._release(request, served=outcomes.served(event), died=event.engine_death)
+        self._release(request, served=outcomes.served(event))
         if outcomes.is_void(event):
             outcomes.count(request, event, self.pool.beats)
             if request.cancel_reason:
                 self._retry(request)
                 self.end_waiting(request, "cancelled", "cancelled", cancelled(request))
                 return
-            if outcomes.may_retry(request, event):
+            if outcomes.may_retry(request, self.accused.of(request.envelope), event):
                 if outcomes.may_have_been_seen(request, event):
                     self.admission.count_waiting(request, 1, self.now_ms)
                     self.clear(request, event)
@@ -365,11 +396,11 @@ class Lifecycle:
     def _send_lost(self, request: Request, event: AttemptEvent, *, tell: bool = True) -> None:
         self._send_frame(request, "lost", msgspec.json.encode(LostData(retry=True, tell=tell)), attempt=event.attempt)
 
-    def _release(self, request: Request, *, served: int, died: bool = False) -> None:
+    def _release(self, request: Request, *, served: int) -> None:
         """The attempt no longer runs: its worker has room again, its tenant is charged for ``served`` tokens only."""
         worker = self.pool.workers.get(request.worker)
         if worker is not None:
-            worker.release(request.id, died=died)
+            worker.release(request.id)
         if not request.dispatched_at_ms:
             return  # Ended without ever running.
         self.queue.settle(request.tenant, request.charged, served)
@@ -379,7 +410,7 @@ class Lifecycle:
 
     def settle(self, request: Request, event: AttemptEvent) -> None:
         """``event`` is the request's last end: tell its caller what its worker did not, settle, forget."""
-        error = outcomes.final_error(request, event)
+        error = outcomes.final_error(request, self.accused.of(request.envelope), event)
         if error is not None and (event.reporter == "scheduler" or outcomes.is_void(event)):
             self._send_frame(request, "error", msgspec.json.encode(error))
         self.admission.settle(request, outcomes.used(event), self.now_ms)

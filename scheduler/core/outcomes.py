@@ -5,17 +5,19 @@ Decided from stored events and the request alone, so that a later owner comes to
 
 import msgspec
 
-from contracts.messages.attempts import ENGINE_DEATHS_MAX, AttemptEvent
+from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Outcome, RequestFacts, TokenCounts, fields_of
 from contracts.messages.control import SERVICE_FAULTS
 from contracts.messages.frames import EndData, ErrorData
 from contracts.tokens import Cost
+from scheduler.core.accused import Body
 from scheduler.core.request import Request
 
-ATTEMPTS_MAX = 2
-"""Attempts that a worker had in flight."""
+FAILURES_MAX = 2
+"""Attempts that a living engine failed at."""
 DISPATCHES_MAX = 8
-"""Attempts in all, those that no worker ever had included: bounds a ping-pong of lost workers. A guess."""
+"""Attempts in all, those that ended through no fault of the request included: bounds a ping-pong of lost workers. A
+guess."""
 
 
 def is_void(event: AttemptEvent) -> bool:
@@ -35,11 +37,12 @@ def served(event: AttemptEvent) -> int:
     return total - event.cached_tokens if total else 0
 
 
-def may_retry(request: Request, event: AttemptEvent) -> bool:
+def may_retry(request: Request, body: Body, event: AttemptEvent) -> bool:
     """Whether another attempt follows the void ``event``: no stream has had a token, and the bounds are not reached."""
     return (
         not (request.envelope.stream and event.completion_tokens > 0)
-        and request.counted < ATTEMPTS_MAX
+        and not body.condemned
+        and request.failures < FAILURES_MAX
         and request.attempt < DISPATCHES_MAX
     )
 
@@ -52,15 +55,13 @@ def may_have_been_seen(request: Request, event: AttemptEvent) -> bool:
 def count(request: Request, event: AttemptEvent, beats: int) -> None:
     """Count the void ``event``; ``beats``: loopback heartbeats so far.
 
-    An attempt that no worker ever had does not count, nor one that its worker gave back, nor one whose death is
-    attributed to another request.
+    An attempt that no worker ever had does not count, nor one that its worker gave back; deaths are counted by body
+    (``accused``).
     """
     if event.given_back:
         request.given_back[event.worker] = beats
-        return
-    if (event.reporter == "worker" or event.engine_death) and not (event.engine_death and request.exonerated):
-        request.counted += 1
-        request.deaths += event.engine_death
+    elif event.reporter == "worker" and not event.engine_death:
+        request.failures += 1
 
 
 def proposed(
@@ -71,10 +72,13 @@ def proposed(
     message: str,
     *,
     version: str,
-    worker_died: bool,
+    accused: int | None = None,
     now_ms: int,
 ) -> AttemptEvent:
-    """The terminal event of attempt ``number`` as the scheduler would have it."""
+    """The terminal event of attempt ``number`` as the scheduler would have it.
+
+    ``accused``: its worker died, and that is put down to so many (AttemptEvent.accused).
+    """
     envelope = request.envelope
     lost = outcome == "lost"
     left = outcome == "cancelled" and request.dispatched_at_ms and request.cancel_reason not in SERVICE_FAULTS
@@ -90,7 +94,9 @@ def proposed(
         error_message=message,
         withdrawn=request.is_withdrawn,
         retryable=lost,
-        engine_death=worker_died and request.was_in_flight and not request.exonerated,
+        engine_death=accused is not None and request.was_in_flight,
+        accused=accused or 0,
+        body_hash=envelope.body_hash if accused else "",
         reserved_tokens=request.cost.total,
         spent_input_tokens=envelope.prompt_tokens if left else 0,
         admitted_at_ms=envelope.admitted_at_ms,
@@ -109,7 +115,7 @@ def unreadable(request: Request | None, request_id: str, number: int, model: str
     code, message = "internal_error", "How the attempt ended cannot be read."
     if request is not None:
         version = request.envelope.version
-        event = proposed(request, number, "failed", code, message, version=version, worker_died=False, now_ms=0)
+        event = proposed(request, number, "failed", code, message, version=version, accused=1, now_ms=0)
         return msgspec.structs.replace(event, engine_death=True)
     return AttemptEvent(
         request_id=request_id,
@@ -125,7 +131,13 @@ def unreadable(request: Request | None, request_id: str, number: int, model: str
         error_code=code,
         error_message=message,
         engine_death=True,
+        accused=1,
     )
+
+
+def quarantined(request_id: str, body: Body) -> str:
+    """What the caller of a quarantined request is told; and who repeats it."""
+    return f"Request {request_id}: its body ended {body.deaths} workers or engines and is not tried again."
 
 
 def end_data(event: AttemptEvent) -> EndData | None:
@@ -135,7 +147,7 @@ def end_data(event: AttemptEvent) -> EndData | None:
     return event.end
 
 
-def final_error(request: Request, event: AttemptEvent) -> ErrorData | None:
+def final_error(request: Request, body: Body, event: AttemptEvent) -> ErrorData | None:
     """What the caller is told when ``event`` is the request's last; None when it finished."""
     if event.outcome == "completed" or (event.outcome == "cancelled" and event.reporter == "worker"):
         return None
@@ -143,11 +155,8 @@ def final_error(request: Request, event: AttemptEvent) -> ErrorData | None:
         return ErrorData(code="cancelled", message=event.error_message)
     if event.outcome == "expired":
         return ErrorData(code="deadline_exceeded", message=event.error_message)
-    if request.deaths >= ENGINE_DEATHS_MAX:
-        return ErrorData(
-            code="request_quarantined",
-            message=f"Request {request.id} ended {request.deaths} workers or engines and is not tried again.",
-        )
+    if body.condemned:
+        return ErrorData(code="request_quarantined", message=quarantined(request.id, body))
     if event.outcome == "lost":
         return ErrorData(
             code="worker_lost", message=f"The worker of request {request.id}, attempt {event.attempt}, was lost."

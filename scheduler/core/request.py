@@ -24,12 +24,10 @@ class Request:
         "cancel_waiters",
         "charged",
         "cost",
-        "counted",
-        "deaths",
         "dispatched_at_ms",
         "end_asked",
         "envelope",
-        "exonerated",
+        "failures",
         "given_back",
         "gone_since_ms",
         "history",
@@ -38,6 +36,7 @@ class Request:
         "readers",
         "request_seq",
         "state",
+        "suspect_tokens",
         "unconfirmed",
         "was_in_flight",
         "withdrawn",
@@ -55,12 +54,10 @@ class Request:
         """Whether the present attempt was dispatched by an earlier owner."""
         self.attempt = 0
         """Number of the last attempt that was dispatched; 0 before the first."""
-        self.counted = 0
-        """Attempts that a worker had in flight and that ended without a result, through no wish of the worker's."""
+        self.failures = 0
+        """Attempts that a living engine failed at, and that may be repeated."""
         self.given_back: dict[str, int] = {}
         """Worker that gave an attempt back -> number of loopback heartbeats then."""
-        self.deaths = 0
-        """Attempts that ended by the death of their engine or worker; above 0 the request is a poison candidate."""
         self.worker = ""
         self.request_seq = 0
         """Of its message in REQUESTS; 0: it has none there that is not acknowledged."""
@@ -77,10 +74,10 @@ class Request:
         """Whether the worker of the present attempt said that it has it."""
         self.gone_since_ms = 0
         """Since when its worker or WORK does not have the present attempt any more, though no end of it is known."""
+        self.suspect_tokens = 0
+        """Of the present attempt, as in its WorkItem."""
         self.end_asked = False
         """Whether ATTEMPTS was asked for that end."""
-        self.exonerated = False
-        """Whether the death of the present attempt's engine or worker is attributed to a poison candidate beside it."""
         self.withdrawn = False
         """Whether who asked has been told that nothing had begun."""
         self.unconfirmed = False
@@ -116,6 +113,7 @@ class Request:
             requested_model=asked.requested_model,
             choice_reason=asked.choice_reason,
             body_bytes=asked.body_bytes,
+            body_hash=asked.body_hash,
             admitted_at_ms=now_ms,
             publish_within_ms=publish_within_ms,
             deadline_ms=deadline_ms,

@@ -2,9 +2,7 @@
 
 The shell reads ATTEMPTS, then WORK, then REQUESTS; when every worker knows the epoch WORK once more, for what the
 owner before us stored while it did not know better. Until then nothing is dispatched and no waiting request ended.
-How often a request was tried, and how often a worker or engine died of it, is counted again from all its stored ends.
-One thing is lost: to which of two requests the death of an engine was attributed, so that one may count a death too
-many.
+How often a request was tried, and how often a worker or engine died of its body, is counted again from stored ends.
 """
 
 from contracts.messages.attempts import AttemptEvent
@@ -121,7 +119,8 @@ class Takeover:
 
     def _recount(self, request: Request, attempt: int) -> None:
         """Count the void attempts before ``attempt``, the present one."""
-        request.counted = request.deaths = 0
+        request.failures = 0
         for number, event in self._voids.get(request.id, {}).items():
             if number < attempt:
+                self._life.accused.take(event, request.envelope, self._life.now_ms)  # One that names no body.
                 outcomes.count(request, event, self._life.pool.beats)

@@ -8,11 +8,12 @@ A worker that is alive and late, or whose engine makes no step, is *slow*: what 
 placed there. It is given up, as if it were silent, when its event loop has stood still for much longer.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
 from contracts.messages.base import Epoch
 from contracts.messages.control import Progress, WorkerHeartbeat, WorkerPulse
+from scheduler.core.accused import BodyKey, body_key
 from scheduler.core.request import Request
 from scheduler.core.settings import Settings
 
@@ -29,11 +30,11 @@ class Load(NamedTuple):
     kv_tokens: int
 
 
-def lane(request: Request) -> Hashable:
+def lane(request: Request, *, suspect: bool) -> Hashable:
     """Equal for requests of which a worker takes one only if it takes the other, but for up to twice the size."""
     envelope = request.envelope
     size = envelope.choices.bit_length(), request.cost.total.bit_length()
-    return envelope.version, bool(request.deaths), bool(request.given_back), size
+    return envelope.version, suspect, bool(request.given_back), size
 
 
 class Worker:
@@ -42,14 +43,14 @@ class Worker:
     __slots__ = (
         "acknowledged_at_beat",
         "adopted",
-        "attributed",
         "beat",
+        "bodies",
         "heard_at_beat",
         "in_flight",
         "kv_reserved",
-        "poison_candidates",
         "slots_reserved",
         "slow_since_ms",
+        "suspects",
         "work",
     )
 
@@ -65,10 +66,10 @@ class Worker:
         """By request id: the attempts dispatched here."""
         self.slots_reserved = 0
         self.kv_reserved = 0
-        self.poison_candidates: set[str] = set()
-        """Those placed here that have no first token yet."""
-        self.attributed: set[str] = set()
-        """Poison candidates to which the death of the last engine here is attributed."""
+        self.bodies: dict[str, BodyKey] = {}
+        """By request id: the bodies of ``work``."""
+        self.suspects: set[str] = set()
+        """Request ids of the suspects among ``work`` that are not cleared: to them a death here is put down."""
         self.in_flight: set[str] = set()
         """Request ids that the worker itself said it has."""
         self.adopted: dict[str, None] = {}
@@ -81,20 +82,14 @@ class Worker:
         self.slots_reserved += load.slots
         self.kv_reserved += load.kv_tokens
 
-    def release(self, request_id: str, *, died: bool = False) -> None:
-        """The attempt no longer runs here; ``died``: because engine or worker died."""
-        if died and request_id in self.poison_candidates:
-            self.attributed.add(request_id)
+    def release(self, request_id: str) -> None:
+        """The attempt no longer runs here."""
         self._unreserve(request_id)
         self.work.pop(request_id, None)
-        self.poison_candidates.discard(request_id)
+        self.bodies.pop(request_id, None)
+        self.suspects.discard(request_id)
         self.in_flight.discard(request_id)
         self.adopted.pop(request_id, None)
-
-    def exonerates(self, request_id: str) -> bool:
-        """Whether a death here is attributed to a poison candidate other than this request."""
-        others = (self.poison_candidates | self.attributed) - {request_id}
-        return bool(others) and request_id not in self.poison_candidates
 
     def _unreserve(self, request_id: str) -> None:
         if (load := self.work.get(request_id)) is not None:
@@ -196,15 +191,15 @@ class WorkerPool:
         """Whether some worker has a free slot."""
         return any(self.usable(w) and w.slots_reserved < w.beat.slots for w in self.workers.values())
 
-    def place(self, request: Request) -> Worker | None:
-        """The least loaded worker that can take the request now, or None."""
+    def place(self, request: Request, may_hold: Callable[[Worker], bool]) -> Worker | None:
+        """The least loaded worker that can take the request now, of those that ``may_hold`` it; or None."""
         choices, tokens = request.envelope.choices, request.cost.total
         best: Worker | None = None
         best_load = 0.0
         for worker in self._willing(request):
             if self._reserved_for.get(worker.beat.worker, request.id) != request.id:
                 continue
-            if request.deaths and worker.poison_candidates:
+            if not may_hold(worker):
                 continue
             wanted = self._load(worker, choices, tokens)
             if worker.slots_reserved + wanted.slots > worker.beat.slots:
@@ -229,10 +224,10 @@ class WorkerPool:
 
     def assign(self, worker: Worker, request: Request) -> None:
         """Take up room for the request's attempt."""
-        worker.attributed.clear()
         worker.reserve(request.id, self._load(worker, request.envelope.choices, request.cost.total))
-        if request.deaths:
-            worker.poison_candidates.add(request.id)
+        worker.bodies[request.id] = body_key(request.envelope)
+        if request.suspect_tokens:
+            worker.suspects.add(request.id)
 
     def reserve_worker(self, request: Request, waited_ms: int) -> None:
         """A request that fits nobody now: after the starvation timeout a worker is reserved for it."""

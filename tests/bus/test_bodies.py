@@ -101,9 +101,10 @@ async def test_a_quarantined_request_keeps_its_body_there_sealed(shell: Shell) -
     await shell.owner(await shell.start(quarantine_public_key=public))
     worker = await shell.worker()
     request_id = await submit(shell)
+    died = {"engine_death": True, "accused": 1}
     for attempt in (1, 2):
         item = await shell.item(request_id, attempt)
-        await shell.end(worker, item, outcome="failed", retryable=True, engine_death=True, completion_tokens=0)
+        await shell.end(worker, item, outcome="failed", retryable=True, completion_tokens=0, **died)
     await until(lambda: _kept(shell), "it is quarantined")
     (message,) = await shell.messages(topology.QUARANTINE)
     assert sealed.unseal(msgspec.json.decode(message.data, type=Quarantined).sealed_body, private) == LARGE

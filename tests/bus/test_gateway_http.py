@@ -87,6 +87,14 @@ async def test_c47_the_reservation_and_the_engine_get_the_same_limit(world: Worl
     assert not any("max_completion_tokens" in body for body in bodies)
 
 
+async def test_a_body_that_is_repeated_has_the_same_hash_and_another_has_not(world: World) -> None:
+    for body in (BASE, BASE, BASE | {"max_tokens": 5}):
+        await world.post(body)
+    first, again, other = [request.body_hash for request in world.admissions]
+    assert first == again != other and len(first) == 32
+    assert [envelope.body_hash for envelope in world.stored] == [first, again, other]
+
+
 async def test_models_are_those_that_the_tenant_may_see(world: World) -> None:
     await world.put_model(simulated("org/name", created_at_ms=5_000))
     await world.put_tenant(TenantRecord(name="T2", models=["org/name"]))

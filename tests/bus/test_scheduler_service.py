@@ -186,23 +186,24 @@ async def test_an_attempt_counts_as_a_death_only_if_its_dead_worker_had_pulled_i
 
 
 @pytest.mark.parametrize("keeps_bodies", [False, True])
-async def test_a_request_that_kills_two_workers_is_kept_in_quarantine(shell: Shell, *, keeps_bodies: bool) -> None:
+async def test_a_request_that_kills_three_workers_is_kept_in_quarantine(shell: Shell, *, keeps_bodies: bool) -> None:
     """Its body only for who gave a key, and only that one can read it."""
     private, public = sealed.new_keys()
     settings = {"quarantine_public_key": public} if keeps_bodies else {}
     await shell.owner(await shell.start(**settings))
     request_id = await shell.submit()
     with capture_logs() as logs:
-        for attempt in (1, 2):
+        for attempt in (1, 2, 3):
             worker = await shell.worker()
             item = await shell.item(request_id, attempt)
+            assert bool(item.suspect_tokens) is (attempt == 3), "silence says nothing; a second death isolates"
             await shell.run(worker, item)
             await worker.stop()
             assert (await shell.event(request_id, attempt)).engine_death
         await until(lambda: shell.is_empty(topology.WORK), "nobody can run it again")
     (message,) = await shell.messages(topology.QUARANTINE)
     kept = msgspec.json.decode(message.data, type=Quarantined)
-    assert (kept.request.request_id, kept.last.attempt) == (request_id, 2)
+    assert (kept.request.request_id, kept.last.attempt) == (request_id, 3)
     assert not kept.request.body and BODY not in message.data
     assert bool(kept.sealed_body) is keeps_bodies
     if keeps_bodies:

@@ -29,7 +29,7 @@ CLUSTER = {"gateways": 2, "workers": 2, "ledger": True, "sim_slots": 2, "sim_itl
 
 DIED = "Its worker died, stood still or was cut off."
 UNSAFE = "tokens had been produced for a streaming caller, so a repetition would not have been safe."
-QUARANTINED = "the request ended 2 workers or engines and was quarantined."
+QUARANTINED = "the request ended 3 workers or engines and was quarantined."
 
 
 SEEN = {
@@ -315,12 +315,13 @@ async def test_an_engine_that_hangs(cluster: Cluster) -> None:
 
 async def test_a_request_that_kills_workers(cluster: Cluster) -> None:
     async with kept_up(cluster.workers):
-        call = await cluster.ask(simulate={"exit_after": 0, "ttft_ms": 600, "tokens": ["x"]}).done()
+        simulate = {"exit_after": 0, "ttft_ms": 600, "tokens": ["x"]}
+        call = await cluster.ask(stream=False, simulate=simulate).done()
         assert call.status == 500 and '"request_quarantined"' in call.data[0], call.story()
-        of_call = await told(cluster, call, 2)
-    assert of_call.outcomes == [(1, "lost"), (2, "lost")] and len(set(of_call.workers)) == 2
+        of_call = await told(cluster, call, 3)
+    assert of_call.outcomes == [(1, "lost"), (2, "lost"), (3, "lost")] and len(set(of_call.workers)) == 3
     assert of_call.billed == []
-    of_call.says("Attempt 1", f"{DIED} Another attempt followed.", "Attempt 2", DIED, QUARANTINED)
+    of_call.says("Attempt 1", f"{DIED} Another attempt followed.", "Attempt 3", DIED, QUARANTINED)
 
 
 async def test_a_queue_that_callers_leave_and_time_runs_out_in(cluster: Cluster) -> None:

@@ -7,12 +7,13 @@ import msgspec
 
 from contracts.messages.admission import AdmissionRequest
 from contracts.messages.attempts import AttemptEvent
-from contracts.messages.base import Outcome
+from contracts.messages.base import Outcome, RequestDemand
 from contracts.messages.control import StatusAnswer
 from contracts.messages.frames import ErrorData
 from contracts.messages.request import WorkItem
 from contracts.streaming.relay import Effects, Relay
 from scheduler.core import events, outcomes
+from scheduler.core.accused import Accused
 from scheduler.core.core import Core
 from scheduler.core.fair_queue import FairQueue, QueuedRequest
 from scheduler.core.request import Request
@@ -71,35 +72,35 @@ class ImpatientCore(Core):
     """Acts on the loss of a worker before it knows that no other end was stored."""
 
     def propose_end(
-        self, request: Request, outcome: Outcome, code: str, message: str, *, worker_died: bool = False
+        self, request: Request, outcome: Outcome, code: str, message: str, *, accused: int | None = None
     ) -> None:
-        super().propose_end(request, outcome, code, message, worker_died=worker_died)
+        super().propose_end(request, outcome, code, message, accused=accused)
         if outcome == "lost":
             event = outcomes.proposed(
-                request,
-                request.attempt,
-                outcome,
-                code,
-                message,
-                version="v1",
-                worker_died=worker_died,
-                now_ms=self.now_ms,
+                request, request.attempt, outcome, code, message, version="v1", accused=accused, now_ms=self.now_ms
             )
             self.decide(request, event)
 
 
-class AmnesiacTakeover(Takeover):
-    """Does not know which attempts of a request ended by a death."""
-
-    def _recount(self, request: Request, attempt: int) -> None:
-        request.counted = attempt - 1
-        request.deaths = 0
-
-
 class AmnesiacCore(Core):
+    """Does not count the deaths that were stored under an earlier owner."""
+
+    def _recovered(self, event: events.Recovered) -> None:
+        self.accused = Accused()
+        super()._recovered(event)
+
+
+class Forgiving(Accused):
+    """Takes nobody for the only culprit."""
+
+    def take(self, event: AttemptEvent, of: RequestDemand | AttemptEvent, now_ms: int) -> None:
+        super().take(msgspec.structs.replace(event, accused=2 * event.accused), of, now_ms)
+
+
+class ForgivingCore(Core):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._takeover = AmnesiacTakeover(self)
+        self.accused = Forgiving()
 
 
 class TwiceRefundingCore(Core):
@@ -199,7 +200,7 @@ class CountingCore(Core):
     """Takes what a worker gave back for an attempt."""
 
     def decide(self, request: Request, event: AttemptEvent) -> None:
-        request.counted += event.given_back
+        request.failures += event.given_back
         super().decide(request, event)
 
 

@@ -218,7 +218,7 @@ def _core_facts(owner: Owner) -> tuple[int, ...]:
         core.admission.reserved_tokens
         + core.admission.waiting
         + len(core.queue)
-        + sum(worker.slots_reserved + worker.kv_reserved + len(worker.poison_candidates) for worker in pool)
+        + sum(worker.slots_reserved + worker.kv_reserved for worker in pool)
         + sum(quota.open for quota in core.admission.quotas.values())
         + sum(share.running + share.waiting for share in core.queue.shares.values())
         + len(core.stream_owners)
@@ -304,6 +304,7 @@ def _step_core(owner: Owner, op: Op, now: int) -> list[Op]:
         version=effect.version,
         worker=effect.worker,
         dispatched_at_ms=request.dispatched_at_ms,
+        suspect_tokens=request.suspect_tokens,
         request=msgspec.structs.replace(request.envelope, body=msgspec.Raw(b"{}")),
     )
     return [("item", encode(item))]

@@ -70,7 +70,12 @@ BROKEN: dict[str, tuple[Parts, Scenario, set[str]]] = {
         STREAM,
         {"an attempt ends before the next", "nothing follows an end"},
     ),
-    "amnesiac": (Parts(core=mutants.AmnesiacCore), POISON, {"a second death quarantines"}),
+    "amnesiac": (
+        Parts(core=mutants.AmnesiacCore),
+        POISON,
+        {"a request ends three engines at most", "the last death quarantines"},
+    ),
+    "forgiving": (Parts(core=mutants.ForgivingCore), POISON, {"a request ends three engines at most"}),
     "refunding twice": (Parts(core=mutants.TwiceRefundingCore), LIMITED, {"token buckets hold what the rules say"}),
     "silent on a stream": (Parts(relay=mutants.SilentRelay), STREAM, {"no request fails in vain"}),
     "silent on an answer": (Parts(relay=mutants.SilentRelay), ANSWER, {"no request fails in vain"}),

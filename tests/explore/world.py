@@ -32,7 +32,8 @@ from tests.explore.records import (
     Worker,
 )
 
-DEATHS_MAX = 2
+DEATHS_MAX = 3
+"""Engines or workers that a request may end; two when an engine died of it alone for the second time."""
 FIRST_EPOCH = 10
 OLD_EPOCH = 4
 """Of the lease in the backup."""
@@ -204,8 +205,8 @@ class World:
         bills = sum(event.billable for of in (rid, _other_try(rid)) for _, event in self.ends_of(of))
         if bills > 1 and not self.restored:  # A restore undoes the loss that kept a frozen worker from its end.
             raise Violation("at most one billable attempt", f"{rid} attempt {attempt}")
-        if sum(event.engine_death for _, event in self.ends_of(rid)) > DEATHS_MAX:
-            raise Violation("a request ends two engines at most", f"{rid} attempt {attempt}")
+        if self._excess_of_deaths([event for _, event in self.ends_of(rid)]) > 0:
+            raise Violation("a request ends three engines at most", f"{rid} attempt {attempt}")
         return True
 
     def end_fact(self, rid: str, attempt: int) -> Op | None:
@@ -495,11 +496,11 @@ class World:
             ends = [event for number, event in self.ends_of(of) if (of, number) not in self.garbled]
             if asked.ending[0] != "left" and any(event.billable and event.outcome == "cancelled" for event in ends):
                 raise Violation("nobody pays for our failures", f"{asked.rid} ends with {asked.ending}")
-            if sum(event.engine_death for event in ends) == DEATHS_MAX:
+            if self._excess_of_deaths(ends) == 0:
                 # With two faults its word may be lost, and only the last outcome be known.
                 told = asked.ending[1] in ("request_quarantined", "cancelled") or not self.faults
                 if asked.ending[0] == "fail" and not told:
-                    raise Violation("a second death quarantines", f"{asked.rid} ends with {asked.ending}")
+                    raise Violation("the last death quarantines", f"{asked.rid} ends with {asked.ending}")
             elif asked.ending == ("refused", "rate_limit_exceeded") and self.parts.limits.concurrency:
                 if ends:
                     raise Violation("a refusal leaves nothing", f"{asked.rid} has {ends}")
@@ -508,6 +509,11 @@ class World:
             stored = any(message_id == asked.rid for message_id, _ in self.stored_ids)
             if stored and not any(self.ends_of(asked.rid)):
                 raise Violation("what was stored is not forgotten", f"{asked.rid} has no stored end")
+
+    def _excess_of_deaths(self, ends: list[Any]) -> int:
+        """Deaths beyond those after which a request is quarantined; 0: the last one was enough."""
+        alone = sum(event.engine_death and event.outcome == "failed" for event in ends) if self.poison else 0
+        return max(sum(event.engine_death for event in ends) - DEATHS_MAX, alone - (DEATHS_MAX - 1))
 
     def _has_completed(self, asked: Asked) -> bool:
         return asked.ending is not None and asked.ending[0] == "finish" and b'"completed"' in asked.ending[1]

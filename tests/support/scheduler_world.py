@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from contracts.accusations import Exposed, put_down_to
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch, Outcome
@@ -31,11 +32,11 @@ from contracts.messages.frames import Frame
 from contracts.messages.records import ModelRecord, PoolLimits, Spending, TenantLimits, TenantRecord
 from contracts.messages.request import Reply, RequestEnvelope, WorkItem
 from scheduler.core import events, views
+from scheduler.core.accused import body_key
 from scheduler.core.core import Core
 from scheduler.core.fair_queue import SCAN_PER_TENANT
 from scheduler.core.settings import Settings
 from scheduler.core.transitions import State
-from scheduler.core.worker_pool import lane
 from tests.support.token_ledger import TokenLedger
 
 EPOCH = Epoch(1, 7)
@@ -91,6 +92,8 @@ class World:
         self.now = 1_000_000
         self.limits = limits or {}
         self.requests: dict[int, RequestEnvelope] = {}
+        self.stored_at: dict[int, int] = {}
+        """When REQUESTS stored what, by sequence."""
         self.work: dict[int, WorkItem] = {}
         self.attempts: dict[tuple[str, int], AttemptEvent] = {}
         self.attempt_seqs: dict[tuple[str, int], int] = {}
@@ -151,7 +154,7 @@ class World:
             self.tell_end(event)
         self.read_work()
         for seq, envelope in list(self.requests.items()):
-            self.feed(events.RequestStored(envelope, seq, self.now))
+            self.feed(events.RequestStored(envelope, seq, self.stored_at.get(seq, self.now)))
 
     def read_work(self) -> None:
         for seq, item in list(self.work.items()):
@@ -233,7 +236,8 @@ class World:
                 self.pending.append(lambda: self.requests.pop(effect.request_seq, None))
                 self.pending.append(lambda: self.work.pop(effect.work_seq, None))
             case events.StoreTerminal(event):
-                self.pending.append(lambda: self.store_attempt(event))
+                core = self.core
+                self.pending.append(lambda: self.store_attempt(self.as_pulled(core, event)))
             case events.StoreWork():
                 core = self.core
                 self.pending.append(lambda: self.store_work(core, effect))
@@ -266,11 +270,18 @@ class World:
         if core.recovering or core.pool._reserved_for:
             return
         queued = [request for request in core.requests.values() if request.state is State.QUEUED]
-        lanes = Counter(lane(request) for request in queued)
+        lanes = Counter(core.lane(request) for request in queued)
         for request in queued:
-            if lanes[lane(request)] <= SCAN_PER_TENANT:
-                placed = core.pool.place(request)
+            if lanes[core.lane(request)] <= SCAN_PER_TENANT:
+                placed = core.place(request)
                 assert placed is None, f"{request.id} waits although it fits {placed.beat.worker}"
+
+    def as_pulled(self, core: Core, event: AttemptEvent) -> AttemptEvent:
+        """What the bus says of an attempt whose worker died before its next heartbeat."""
+        key = (event.request_id, event.attempt)
+        pulled = any(worker.name == event.worker and key in worker.never for worker in self.workers)
+        died = pulled and core.may_have_been_pulled(event)
+        return msgspec.structs.replace(event, engine_death=True) if died else event
 
     def store_attempt(self, event: AttemptEvent) -> bool:
         key = (event.request_id, event.attempt)
@@ -291,7 +302,7 @@ class World:
         if request is None:
             return
         if core is not self.core:
-            self.add_work(core, effect, request.envelope)
+            self.add_work(core, effect, request.envelope, request.suspect_tokens)
             return
         held = effect.request_seq in self.requests or effect.work_seq in self.work
         assert held, f"the body of {effect.request_id} is gone: {request.history}"
@@ -300,10 +311,10 @@ class World:
             self.feed(events.WorkRefused(effect.request_id, effect.attempt))
             if fate < 5:
                 return  # Else: stored after all.
-        seq = self.add_work(core, effect, request.envelope)
+        seq = self.add_work(core, effect, request.envelope, request.suspect_tokens)
         self.feed(events.WorkStored(effect.request_id, effect.attempt, seq))
 
-    def add_work(self, core: Core, effect: events.StoreWork, envelope: RequestEnvelope) -> int:
+    def add_work(self, core: Core, effect: events.StoreWork, envelope: RequestEnvelope, suspect_tokens: int) -> int:
         self.seq += 1
         self.work[self.seq] = WorkItem(
             epoch=core.epoch,
@@ -311,6 +322,7 @@ class World:
             version="v1",
             worker=effect.worker,
             dispatched_at_ms=self.now,
+            suspect_tokens=suspect_tokens,
             request=envelope,
         )
         return self.seq
@@ -349,9 +361,9 @@ class World:
             ),
             None,
         )
-        envelope = item.request if item is not None else None
-        if envelope is None:
+        if item is None:
             return
+        envelope = item.request
         callers_doing = outcome == "completed" or (
             outcome == "cancelled" and more.get("error_message") not in SERVICE_FAULTS
         )
@@ -371,6 +383,7 @@ class World:
                 worker=worker.name,
                 stream=envelope.stream,
                 billable=outcome in ("completed", "cancelled"),
+                body_hash=envelope.body_hash if item.suspect_tokens or "accused" in more else "",
                 admitted_at_ms=envelope.admitted_at_ms,
                 prompt_tokens=progress.prompt_tokens,
                 completion_tokens=progress.completion_tokens,
@@ -403,6 +416,18 @@ class World:
                     request_id=key[0], attempt=key[1], prompt_tokens=item.request.prompt_tokens
                 )
 
+    def crash(self, worker: FakeWorker) -> None:
+        """Its engine dies with all that it runs; the worker lives."""
+        died, worker.running = worker.running, {}
+        items = {(item.request.request_id, item.attempt): item for item in self.work.values()}
+        exposed = {
+            key: Exposed(body_key(items[key].request), suspect=it.completion_tokens < items[key].suspect_tokens)
+            for key, it in died.items()
+            if key in items
+        }
+        for key, accused in put_down_to(exposed).items():
+            self.end(worker, died[key], "failed", retryable=True, engine_death=True, accused=accused)
+
     def generate(self, worker: FakeWorker) -> None:
         """One step of its engine: a token of each generation, or an end."""
         if not worker.alive or worker.frozen or worker.evicted:
@@ -412,9 +437,12 @@ class World:
             if progress.completion_tokens >= TOKENS or fate < 20:
                 del worker.running[key]
                 self.end(worker, progress, "completed")
+            elif fate < 22:
+                self.crash(worker)
+                return
             elif fate < 30:
                 del worker.running[key]
-                self.end(worker, progress, "failed", retryable=fate < 27, engine_death=fate < 27)
+                self.end(worker, progress, "failed", retryable=fate < 27)
             elif fate >= 50:
                 tokens = progress.completion_tokens + 1
                 worker.running[key] = msgspec.structs.replace(progress, completion_tokens=tokens)
@@ -471,7 +499,9 @@ class World:
             reply=Reply(subject="reply.v1.x", stream=asked.reader or request_id),
             stream_owner=asked.stream_owner,
             idempotency=asked.idempotency,
+            body_hash=asked.body_hash,
         )
+        self.stored_at[self.seq] = self.now
         self.feed(events.RequestStored(self.requests[self.seq], self.seq, self.now))
         return self.seq
 

@@ -73,7 +73,7 @@ FAILED = {
         (LOST, LOST, "the request ended 2 workers or engines and was quarantined."),
         (LOST, {**FAILED, "engine_death": True}, "the request ended 2 workers or engines and was quarantined."),
         (FAILED, FAILED, "it had been tried twice, which is the most."),
-        (LOST, FAILED, "it had been tried twice, which is the most."),
+        (LOST, FAILED, "the scheduler gave the request up, or has not decided yet."),
         (LOST, {**FAILED, "retryable": False}, "the request ended with an error."),
         ({**LOST, "engine_death": False}, FAILED, "the scheduler gave the request up, or has not decided yet."),
     ],

@@ -414,76 +414,6 @@ def test_a_worker_that_never_acknowledges_the_epoch_is_lost_and_blocks_nobody() 
     assert not made.core.pool.unacknowledged() and list(made.core.pool.workers) == [well.name]
 
 
-def test_a_request_that_kills_two_workers_is_quarantined() -> None:
-    made = World()
-    request_id = made.submit()
-    for _ in range(2):
-        made.kill(made.ready_worker())
-    assert ERROR.decode(made.frames[request_id][-1].data).code == "request_quarantined"
-    assert made.core.tombstones.ended(request_id) and not made.work
-    kept = made.quarantined[request_id]
-    assert kept.work_seq and kept.last.attempt == 2 and "ended 2 workers" in kept.reason
-
-
-def test_a_death_beside_a_poison_candidate_without_a_token_is_not_attributed_to_its_neighbours() -> None:
-    """The innocent was a poison candidate, too; it has had its token when the guilty one kills the next worker."""
-    made = World()
-    ids = [made.submit(stream=False), made.submit(stream=False)]
-    for _ in range(2):
-        worker = made.ready_worker(slots=2)
-        made.run_pending()
-        made.pull(worker)
-        for key in list(worker.running):
-            if key[0] == ids[0]:
-                worker.running[key] = Progress(request_id=key[0], attempt=key[1], completion_tokens=1)
-        made.feed(events.WorkerSeen(worker.beat()))
-        made.run_pending()
-        made.pull(worker)
-        made.feed(events.WorkerSeen(worker.beat()))
-        assert len(worker.running) == 2
-        worker.alive = False
-        made.silence()
-    made.run_pending()
-    assert list(made.quarantined) == [ids[1]]
-    innocent = made.core.requests[ids[0]]
-    assert innocent.state is State.QUEUED and innocent.deaths == 1 and innocent.attempt == 2
-
-
-def test_no_worker_has_two_poison_candidates_before_their_first_token() -> None:
-    made = World()
-    first = made.ready_worker(slots=2)
-    ids = [made.submit(), made.submit()]
-    made.run_pending()
-    made.pull(first)
-    first.alive = False
-    made.silence()
-    second = made.ready_worker(slots=2)
-    made.run_pending()
-    assert len([item for item in made.work.values() if item.worker == second.name]) == 1
-    made.pull(second)
-    running = next(iter(second.running))
-    second.running[running] = Progress(request_id=running[0], attempt=running[1], completion_tokens=1)
-    made.feed(events.WorkerSeen(second.beat()))
-    made.run_pending()
-    assert {item.request.request_id for item in made.work.values() if item.worker == second.name} == set(ids)
-
-
-def test_those_who_are_tried_again_one_by_one_stand_before_nobody() -> None:
-    """64 poison candidates with the earliest deadlines wait for two workers; who came later runs beside them."""
-    made = World()
-    made.feed(events.TenantChanged("t0", TenantRecord(name="t0")))
-    first = made.ready_worker(slots=64, kv_tokens=1_000_000)
-    candidates = {made.submit() for _ in range(64)}
-    made.kill(first)
-    for _ in range(2):
-        made.ready_worker(slots=64, kv_tokens=1_000_000)
-    made.run_pending()
-    fresh = {made.submit(prompt_tokens=tokens) for tokens in range(1, 101)}
-    made.run_pending()
-    dispatched = {item.request.request_id for item in made.work.values() if item.worker != first.name}
-    assert fresh <= dispatched and len(dispatched & candidates) == 2
-
-
 def test_who_waits_for_a_version_that_nobody_has_stands_before_nobody() -> None:
     made = World()
     made.feed(events.TenantChanged("t0", TenantRecord(name="t0")))
@@ -577,9 +507,11 @@ def test_a_takeover_knows_which_workers_a_request_has_ended(when: str) -> None:
     if when == "running":
         made.pull(second)
         take_over(made)
-    assert made.core.requests[request_id].deaths == 1
+    assert made.core.accused.of(made.asked[request_id]).deaths == 1
     assert second.name in {item.worker for item in made.work.values()}
     made.kill(second)
+    take_over(made)
+    made.kill(made.ready_worker())
     take_over(made)
     assert ERROR.decode(made.frames[request_id][-1].data).code == "request_quarantined"
     assert request_id in made.quarantined and not made.core.requests and not made.work
@@ -599,8 +531,9 @@ def test_a_takeover_does_not_count_attempts_that_no_worker_held() -> None:
     made.pull(last)
     take_over(made)
     request = made.core.requests[request_id]
-    assert (request.attempt, request.counted, request.deaths) == (3, 1, 1)
+    assert (request.attempt, made.core.accused.of(request.envelope).deaths) == (3, 1)
     made.kill(last)
+    made.kill(made.ready_worker())
     assert request_id in made.quarantined
 
 
@@ -619,11 +552,12 @@ def test_a_takeover_adopts_an_attempt_whose_predecessor_it_had_adopted_before_it
     again = msgspec.structs.replace(item, attempt=2, worker=second.name)
     made.feed(events.WorkFound(again, seq + 1))
     assert not made.core.pool.workers[first.name].work, "the first worker has room again"
-    lost = attempt_event(made, request_id, outcome="lost", worker=first.name, retryable=True, engine_death=True)
+    died = {"engine_death": True, "accused": 1}
+    lost = attempt_event(made, request_id, outcome="lost", worker=first.name, retryable=True, **died)
     made.feed(events.TerminalStored(lost))
     request = made.core.requests[request_id]
     assert (request.state, request.attempt, request.worker) == (State.DISPATCHED, 2, second.name)
-    assert (request.counted, request.deaths) == (1, 1)
+    assert made.core.accused.of(request.envelope).deaths == 1
 
 
 @pytest.mark.parametrize("ends", [2, 3])
@@ -656,7 +590,7 @@ def test_a_takeover_keeps_the_body_that_the_owner_before_it_does_not_delete(ends
 
 
 def test_a_withdrawn_attempt_of_a_live_worker_is_no_death() -> None:
-    """WORK did not confirm what the worker holds: it is given again, and nobody is a poison candidate."""
+    """WORK did not confirm what the worker holds: it is given again, and nobody is accused."""
     made = World()
     worker = made.ready_worker()
     request_id = made.submit()
@@ -668,7 +602,7 @@ def test_a_withdrawn_attempt_of_a_live_worker_is_no_death() -> None:
     made.feed(events.WorkRefused(request_id, 1))
     made.run_pending()
     assert not made.attempts[(request_id, 1)].engine_death
-    assert made.core.requests[request_id].deaths == 0 and made.core.requests[request_id].attempt == 2
+    assert len(made.core.accused) == 0 and made.core.requests[request_id].attempt == 2
 
 
 def test_work_that_is_found_before_its_worker_is_heard_takes_up_room_there() -> None:
@@ -697,7 +631,7 @@ def test_what_workers_give_back_is_no_attempt() -> None:
         made.end(worker, worker.running.pop((request_id, item.attempt)), "failed", retryable=True, error_code=code)
     made.run_pending()
     request = made.core.requests[request_id]
-    assert request.state is State.QUEUED and request.counted == 0, "neither was heard since"
+    assert request.state is State.QUEUED and request.failures == 0, "neither was heard since"
     take_over(made)
     third = made.ready_worker()
     made.run_pending()
@@ -803,7 +737,8 @@ def test_a_takeover_counts_an_unreadable_end_before_the_present_attempt_as_a_dea
     made.begin_term()
     made.feed(events.EndUnreadable(request_id, 1))
     made.read_work()
-    assert made.core.requests[request_id].attempt == 2 and made.core.requests[request_id].deaths == 1
+    assert made.core.requests[request_id].attempt == 2
+    assert made.core.accused.of(made.asked[request_id]).deaths == 1
 
 
 def test_work_of_another_epoch_has_another_id_in_work() -> None:

@@ -60,7 +60,7 @@ def test_both_writers_of_events_name_the_same_reservation(prompt: int, output: i
         now_ms=1,
     )
     theirs = scheduler_outcomes.proposed(
-        Request(request), 1, "expired", "deadline_exceeded", "late", version="v1", worker_died=False, now_ms=1
+        Request(request), 1, "expired", "deadline_exceeded", "late", version="v1", now_ms=1
     )
     assert ours.reserved_tokens == theirs.reserved_tokens == tokens
 

@@ -502,6 +502,33 @@ def test_the_engines_death_ends_all_that_ran_and_returns_what_waited(told_by: st
     assert world.core.credit() == 2
 
 
+@pytest.mark.parametrize("told_by", ["attempt", "supervisor"])
+def test_the_engines_death_is_put_down_to_the_suspects_that_it_ran_and_without_any_to_all(told_by: str) -> None:
+    for suspects, accused in (({}, [3, 3, 3]), ({"r2": 1, "r3": 1}, [0, 1, 0]), ({"r3": 5}, [0, 0, 1])):
+        world = World(slots=3)
+        for name in ("r1", "r2", "r3"):
+            work = item(name, body_hash=name)
+            world.pull(msgspec.structs.replace(work, suspect_tokens=suspects.get(name, 0)))
+        world.runs[R3].completion_tokens = 1
+        if told_by == "attempt":
+            world.end(R1, failure=DEAD)
+        else:
+            world.step(EngineLost(reason="deaf"))
+            world.end(R1)
+        for key in (R2, R3):
+            world.end(key)
+        assert [world.storing[key].event.accused for key in (R1, R2, R3)] == accused
+        assert {world.storing[key].event.body_hash for key in (R1, R2, R3)} == {"r1", "r2", "r3"}
+
+
+def test_only_what_died_or_was_suspected_names_its_body() -> None:
+    world = World()
+    world.pull(item("r1", body_hash="h1"))
+    world.pull(msgspec.structs.replace(item("r2", body_hash="h2"), suspect_tokens=9))
+    assert only(world.end(R1), StoreEvent).event.body_hash == ""
+    assert only(world.end(R2), StoreEvent).event.body_hash == "h2"
+
+
 def test_only_the_first_word_of_a_death_counts() -> None:
     world = World()
     world.step(EngineLost(reason="a"))

@@ -43,6 +43,8 @@ class InFlight(msgspec.Struct, kw_only=True):
     started_at_ms: int = 0
     """When its engine got it, by the same clock; 0 while it waits."""
     outcome: AttemptOutcome | None = None
+    accused: int = 0
+    """To how many the death of its engine is put down, this one among them."""
     event: AttemptEvent | None = None
     askers: list[Any]
     """Who wait for the answer to a cancel."""

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
+from contracts.accusations import Exposed, put_down_to
 from contracts.messages.base import Epoch, TokenCounts, fields_of
 from contracts.messages.control import (
     Announce,
@@ -179,9 +180,11 @@ class WorkerCore:
         failure = event.failure
         engine_died = failure is not None and failure.engine_death and attempt.stage == "running"
         outcome = attempt.outcome or (outcomes.failed(failure) if failure else outcomes.COMPLETED)
+        if engine_died:
+            self._accuse()
         self._store(attempt, outcome, frames=event.frames, chunks=event.chunks)
         if failure and engine_died:  # a stopped one may tell of an engine that was replaced since
-            self._engine_lost(failure.message)
+            self._end_with_engine(failure.message)
 
     def _store(self, attempt: InFlight, outcome: AttemptOutcome, *, frames: int, chunks: int) -> None:
         self.attempts.leave_engine(attempt)
@@ -196,6 +199,7 @@ class WorkerCore:
             pulled_at_ms=attempt.pulled_at_ms,
             started_at_ms=attempt.started_at_ms,
             now_ms=self._now_ms,
+            accused=attempt.accused,
         )
         self._effects.append(events.StoreEvent(key=attempt.key, event=attempt.event))
 
@@ -331,7 +335,24 @@ class WorkerCore:
             self.state, self._previous = "ready", ""
         self._effects.append(events.SendHeartbeat())
 
+    def _accuse(self) -> None:
+        """The engine has died: put it down to those that it ran."""
+        running = {it.key: it for it in self.attempts if it.stage == "running"}
+        exposed = {
+            key: Exposed(
+                body=(it.item.request.tenant, it.item.request.body_hash or it.item.request.request_id),
+                suspect=it.counts.completion_tokens < it.item.suspect_tokens,
+            )
+            for key, it in running.items()
+        }
+        for key, accused in put_down_to(exposed).items():
+            running[key].accused = accused
+
     def _engine_lost(self, reason: str) -> None:
+        self._accuse()
+        self._end_with_engine(reason)
+
+    def _end_with_engine(self, reason: str) -> None:
         """All that runs ends with the engine; what only waits goes back unharmed."""
         if self.state not in ("ready", "draining"):
             return

@@ -99,6 +99,7 @@ def terminal_event(
     pulled_at_ms: int,
     started_at_ms: int,
     now_ms: int,
+    accused: int = 0,
 ) -> AttemptEvent:
     """The attempt's row, after ``frames`` frames with ``chunks`` chunks among them.
 
@@ -125,6 +126,8 @@ def terminal_event(
         withdrawn=outcome.kind == "cancelled" and outcome.message == WITHDRAWN,
         retryable=retryable,
         engine_death=outcome.engine_death,
+        accused=accused if outcome.engine_death else 0,
+        body_hash=request.body_hash if outcome.engine_death or item.suspect_tokens else "",
         billable=paid_for and outcome.billable,
         reasoning_tokens=counts.reasoning_tokens,
         reserved_tokens=reserved_tokens(request),
