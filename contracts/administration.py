@@ -13,9 +13,21 @@ from contracts import audit, clock, ids, registry
 from contracts.audit import Actor
 from contracts.bus import Bus
 from contracts.errors import HeadraceError
-from contracts.forms import AliasChange, Form, KeyChange, ModelChange, NewKey, NewTenant, TenantChange, given
+from contracts.forms import (
+    AliasChange,
+    Form,
+    KeyChange,
+    ModelChange,
+    NewKey,
+    NewRollout,
+    NewTenant,
+    RolloutChange,
+    TenantChange,
+    given,
+)
 from contracts.keys import ADMIN_SCOPES, SCOPES, Peppers
 from contracts.messages.records import Alias, KeyRecord, Manifest, ModelRecord, Scope, TenantRecord
+from contracts.messages.rollouts import RolloutPlan
 
 
 class MadeKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,6 +161,20 @@ class Administration:
             record.changed = await registry.remove_alias(self._bus, name)
         return record.changed.before
 
+    async def start_rollout(self, model: str, form: NewRollout) -> RolloutPlan:
+        """Give a new version a growing share of a model's requests."""
+        async with self._recorded("rollouts.start", model, form) as record:
+            asked = msgspec.structs.asdict(form) | {"steps": list(form.steps), "tenants": list(form.tenants)}
+            plan = RolloutPlan(id="", model=model, **asked)
+            record.changed = await registry.start_rollout(self._bus, plan)
+        return record.changed.after
+
+    async def change_rollout(self, model: str, form: RolloutChange) -> RolloutPlan:
+        """Pause, resume, promote or abort the open roll-out."""
+        async with self._recorded("rollouts.change", model, form) as record:
+            record.changed = await registry.want(self._bus, model, form.wanted)
+        return record.changed.after
+
     def _permit(self, scopes: Iterable[Scope]) -> None:
         """Nobody gives away, or manages, what it may not do itself. Raises HeadraceError."""
         beyond = (set(scopes) & set(ADMIN_SCOPES)) - self._granted
@@ -193,6 +219,8 @@ ACTIONS: dict[str, Action] = {
     "keys.revoke": Action("admin:keys", NoForm, lambda do, id, _: do.revoke_key(id)),
     "aliases.set": Action("admin:models", AliasChange, lambda do, name, form: do.set_alias(name, form)),
     "aliases.remove": Action("admin:models", NoForm, lambda do, name, _: do.remove_alias(name)),
+    "rollouts.start": Action("admin:models", NewRollout, lambda do, name, form: do.start_rollout(name, form)),
+    "rollouts.change": Action("admin:models", RolloutChange, lambda do, name, form: do.change_rollout(name, form)),
     "models.change": Action("admin:models", ModelChange, lambda do, name, form: do.change_model(name, form)),
 }
 """What the admin service does; the rest is for who has the operator's credentials."""

@@ -48,6 +48,7 @@ from contracts.messages.records import (
     TenantRecord,
 )
 from contracts.messages.request import RequestEnvelope, SubmitAnswer, SubmitRequest, WorkItem
+from contracts.messages.rollouts import RolloutEvent, RolloutPlan, RolloutProgress
 from contracts.messages.usage import (
     ExplainAnswer,
     ExplainQuery,
@@ -105,6 +106,7 @@ _RECORDS: Sequence[tuple[str, str, type[msgspec.Struct], str, _Parties, _Parties
         _OPERATED,
         ["gateway", "scheduler", "worker"],
     ),
+    ("rollout", topology.ROLLOUTS, RolloutPlan, "What is wanted of roll-outs.", _OPERATED, ["scheduler", "gateway"]),
     ("budget", topology.BUDGETS, Budget, "What was billed in a month, by tenant.", ["ledger"], ["scheduler"]),
     (
         "spending",
@@ -188,6 +190,23 @@ CHANNELS = (
         summary="What gateways saw of finished requests, once a second.",
     ),
     Channel("audit", subjects.audit, [AuditEntry], ["scheduler", "operator"], ["operator"], stream=topology.AUDIT),
+    Channel(
+        "rolloutProgress",
+        f"$KV.{topology.ROLLOUTS}.{{model}}.progress",
+        [RolloutProgress],
+        ["scheduler"],
+        ["scheduler", "operator", "gateway"],
+        stream=f"KV_{topology.ROLLOUTS}",
+        summary="How far roll-outs are, with the evidence.",
+    ),
+    Channel(
+        "rolloutEvent",
+        subjects.rollout,
+        [RolloutEvent],
+        ["scheduler"],
+        ["ledger", "operator"],
+        stream=topology.ROLLOUT_EVENTS,
+    ),
     Channel("quarantine", subjects.quarantine, [Quarantined], ["scheduler"], ["operator"], stream=topology.QUARANTINE),
     Channel(
         "deadLetter",

@@ -9,6 +9,7 @@ import msgspec
 
 from contracts.messages.base import Priority
 from contracts.messages.records import AliasOrder, PriceTier, Scope, TenantLimits, TenantRecord
+from contracts.messages.rollouts import By, Wanted
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -100,6 +101,29 @@ class KeyChange(Form, frozen=True, kw_only=True):
     addresses: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     expires_at_ms: int | msgspec.UnsetType = msgspec.UNSET
     note: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class NewRollout(Form, frozen=True, kw_only=True):
+    """A roll-out to be started."""
+
+    to: str
+    """The new version, which must be published."""
+    steps: tuple[float, ...] = (1, 5, 25, 50, 100)
+    """Shares in percent, each larger than the one before; at 100 the version becomes the stable one."""
+    hold_ms: int = 600_000
+    """Shortest time of a step."""
+    by: By = "request"
+    """What keeps its side, and what bad events are counted by."""
+    tenants: tuple[str, ...] = ()
+    """Only these; the last step then waits for `promote`. Empty: all."""
+    shadow: float = 20.0
+    """Percent of requests of which the new version gets a copy before any caller sees it; 0: none."""
+
+
+class RolloutChange(Form, frozen=True, kw_only=True):
+    """What is wanted of the open roll-out."""
+
+    wanted: Wanted
 
 
 class ModelChange(Form, frozen=True, kw_only=True):

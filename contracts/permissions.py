@@ -30,6 +30,7 @@ import msgspec
 
 from contracts import subjects, topology
 from contracts.bus.types import INBOX
+from contracts.messages.rollouts import SHADOW_TENANT
 from contracts.subjects import form
 
 Role = Literal["operator", "gateway", "scheduler", "worker", "ledger"]
@@ -155,7 +156,15 @@ def _keep(*buckets: str) -> Iterator[str]:
 
 _TRAIL_KEPT = tuple(f"$JS.API.STREAM.{call}.{topology.AUDIT}" for call in ("DELETE", "UPDATE", "PURGE", "MSG.DELETE"))
 """An update could let all entries pass their age. Who keeps the server's configuration may add a user that can."""
-_ADMINISTERED = (topology.KEYS, topology.USES, topology.TENANTS, topology.MODELS, topology.VERSIONS, topology.ALIASES)
+_ADMINISTERED = (
+    topology.KEYS,
+    topology.USES,
+    topology.TENANTS,
+    topology.MODELS,
+    topology.VERSIONS,
+    topology.ALIASES,
+    topology.ROLLOUTS,
+)
 
 
 def _gateway_publishes(own: Own) -> Iterator[str]:
@@ -190,6 +199,9 @@ def _scheduler_publishes(own: Own) -> Iterator[str]:
     yield f"$JS.API.STREAM.PURGE.{topology.BODIES}"
     yield f"$JS.API.CONSUMER.INFO.{topology.WORK}.*"
     yield from _watch(topology.TENANTS, topology.BUDGETS, topology.SPENDING, topology.MODELS, topology.VERSIONS)
+    yield from _watch(topology.ROLLOUTS)
+    yield form(subjects.rollout)
+    yield f"req.v1.*.{subjects.encode(SHADOW_TENANT)}"  # Copies of requests, for a new version.
     yield from _keep(topology.LEASES, topology.SPENDING, *_ADMINISTERED)
     yield form(subjects.audit)
 
@@ -229,6 +241,7 @@ def _ledger_publishes(own: Own) -> Iterator[str]:
     yield f"$JS.API.STREAM.PURGE.{topology.ATTEMPTS}"
     yield from _keep(topology.BUDGETS)
     yield from _watch(topology.PRICES, topology.INVOICES)
+    yield from _follow(topology.ROLLOUT_EVENTS, form(subjects.rollout))
     yield from _keep(topology.INVOICES)
 
 

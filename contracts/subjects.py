@@ -239,6 +239,11 @@ def queues(model: str) -> str:
     return f"queues.v1.{encode(model)}"
 
 
+def rollout(model: str) -> str:
+    """What becomes of a model's roll-outs (stream ROLLOUT_EVENTS)."""
+    return f"rollout.v1.{encode(model)}"
+
+
 ADMIN_CALLS = "admin.v1.do.>"
 """All actions of operators."""
 

@@ -13,6 +13,7 @@ ATTEMPTS = "ATTEMPTS"
 DEAD_LETTERS = "DEAD_LETTERS"
 QUARANTINE = "QUARANTINE"
 AUDIT = "AUDIT"
+ROLLOUT_EVENTS = "ROLLOUT_EVENTS"
 
 KEYS = "keys"
 USES = "uses"
@@ -20,6 +21,7 @@ TENANTS = "tenants"
 MODELS = "models"
 VERSIONS = "versions"
 ALIASES = "aliases"
+ROLLOUTS = "rollouts"
 LEASES = "leases"
 BUDGETS = "budgets"
 SPENDING = "spending"
@@ -102,6 +104,8 @@ STREAMS: list[dict[str, Any]] = [
         deny_delete=True,
         deny_purge=True,
     ),
+    # What became of roll-outs, some KB each: ten steps of a roll-out a day for years.
+    _stream(ROLLOUT_EVENTS, ["rollout.v1.>"], discard="old", max_age=400 * _DAY, max_bytes=64 * _MIB),
     # Records of some 300 bytes: 64 MiB hold 200,000 keys, tenants or budgets.
     _bucket(KEYS, 64),
     # When each key was last used, some 150 bytes.
@@ -111,6 +115,8 @@ STREAMS: list[dict[str, Any]] = [
     # Manifests of some 10 KB, 600 KB for the largest models: hundreds of those.
     _bucket(VERSIONS, 256),
     _bucket(ALIASES, 16),
+    # A plan and a progress of some 30 KB for each model.
+    _bucket(ROLLOUTS, 64),
     _bucket(LEASES, 16, subject_delete_marker_ttl=LEASE_MARKER_TTL_S * _SECOND),
     _bucket(BUDGETS, 64),
     # Some 500 bytes for a model and a tenant with a budget.

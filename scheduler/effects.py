@@ -11,14 +11,18 @@ from typing import Any
 import msgspec
 import structlog
 
-from contracts import sealed, subjects, topology
+from contracts import registry, sealed, subjects, topology
+from contracts.administration import Administration
+from contracts.audit import Actor
 from contracts.bus import Bus, BusError, Incoming, Unconfirmed, WrongSequence
+from contracts.errors import HeadraceError
 from contracts.messages.attempts import AttemptEvent, Quarantined
 from contracts.messages.base import NOTHING, Codec
 from contracts.messages.control import CancelAttempt, ControlAnswer, ControlRequest
 from contracts.messages.frames import ReplyMessage
 from contracts.messages.records import Spending
 from contracts.messages.request import RequestEnvelope, WorkItem
+from contracts.messages.rollouts import RolloutEvent, RolloutProgress
 from contracts.traceparent import headers as tracing_headers
 from scheduler import metrics
 from scheduler.core import events
@@ -96,6 +100,8 @@ class Effects:
         self._feed = feed
         self._fail = fail
         self._tasks: set[asyncio.Task[None]] = set()
+        self._progress: RolloutProgress | None = None
+        """Of the roll-out: to be written."""
 
     def perform(self, effect: events.Effect) -> None:
         """Start the effect."""
@@ -122,6 +128,14 @@ class Effects:
                 self.spawn(self._lease.rise_above(epoch))
             case events.TellSpending(tenant, spending):
                 self.spawn(self._tell_spending(tenant, spending))
+            case events.KeepRollout(progress):
+                self._keep_rollout(progress)
+            case events.TellRollout(event):
+                self.spawn(self._tell_rollout(event))
+            case events.SetStable(version):
+                self.spawn(self._set_stable(version))
+            case events.StoreCopy(envelope, request_seq):
+                self.spawn(self._store_copy(envelope, request_seq))
             case events.SendFrame(subject, frame):
                 message = ReplyMessage(epoch=self._core.epoch, frames=[frame])
                 self.spawn(self._bus.publish(subject, _encode(message)))
@@ -322,6 +336,63 @@ class Effects:
         if message is not None and self._lease.held and await message.ack():
             return
         await self.delete(topology.REQUESTS, seq)
+
+    def _keep_rollout(self, progress: RolloutProgress) -> None:
+        """One write at a time, of what is newest then."""
+        writing, self._progress = self._progress is not None, progress
+        if not writing:
+            self.spawn(self._write_rollout())
+
+    async def _write_rollout(self) -> None:
+        while (progress := self._progress) is not None and self._lease.held:
+            try:
+                await registry.keep_progress(self._bus, progress)
+                if self._progress is progress:
+                    self._progress = None
+            except BusError as error:
+                log.warning("rollout_not_kept", model=self._core.model, reason=str(error))
+                await asyncio.sleep(AGAIN_S)
+
+    async def _tell_rollout(self, event: RolloutEvent) -> None:
+        """Once, whoever owns the model: by the bus's deduplication; a repetition would do no harm."""
+        say = log.warning if event.news in ("stopped", "bad_worker") else log.info
+        say(
+            "rollout",
+            model=event.model,
+            rollout=event.id,
+            news=event.news,
+            stable=event.stable,
+            to=event.to,
+            share=event.share,
+            reason=event.reason,
+        )
+        while self._lease.held:
+            try:
+                msg_id = f"{event.id}.{event.news}.{event.share}.{event.at_ms}"
+                await self._bus.jetstream.store(subjects.rollout(event.model), _encode(event), msg_id=msg_id)
+                return
+            except BusError as error:
+                log.warning("rollout_not_told", model=event.model, reason=str(error))
+                await asyncio.sleep(AGAIN_S)
+
+    async def _set_stable(self, version: str) -> None:
+        """Until it is; the audit trail says that a roll-out did it."""
+        do = Administration(self._bus, Actor(name="rollout", address="", via="api"))
+        while self._lease.held:
+            try:
+                await do.set_stable(self._core.model, version)
+                return
+            except (BusError, HeadraceError) as error:
+                log.error("rollout_not_promoted", model=self._core.model, version=version, reason=str(error))
+                await asyncio.sleep(10 * AGAIN_S)
+
+    async def _store_copy(self, envelope: RequestEnvelope, request_seq: int) -> None:
+        """Best effort: one that is not stored is one less to compare."""
+        body = await self._body(request_seq, 0)
+        if body is not None and self._lease.held:
+            data = ENVELOPE.encode(msgspec.structs.replace(envelope, body=body))
+            subject = subjects.request(envelope.model, envelope.tenant)
+            await self._bus.jetstream.store(subject, data, msg_id=envelope.request_id)
 
     async def delete(self, stream: str, seq: int) -> None:
         """Remove a message, for as long as the lease is held."""

@@ -113,4 +113,42 @@ class Collector:
                 ended.add_metric([core.model, outcome], count)
             for process, ahead_ms in core.clocks.ahead_ms().items():
                 skew.add_metric([core.model, process], ahead_ms / 1000)
+        yield from _rollouts(cores)
         yield from (silence, lost, refusals, mended, ended, skew)
+
+
+def _rollouts(cores: list[Core]) -> Iterator[Metric]:
+    """Of the last roll-out of each model."""
+    labels = ["model", "to"]
+    share = GaugeMetricFamily("headrace_rollout_share", "Of requests that the new version gets, 0 to 1.", labels=labels)
+    phase = GaugeMetricFamily("headrace_rollout_phase", "1 for the phase that it is in.", labels=[*labels, "phase"])
+    served = GaugeMetricFamily(
+        "headrace_rollout_requests", "Served, and compared, since it began.", labels=[*labels, "arm"]
+    )
+    bad = GaugeMetricFamily(
+        "headrace_rollout_bad_requests", "Those of them that were bad.", labels=[*labels, "arm", "criterion"]
+    )
+    evidence = GaugeMetricFamily(
+        "headrace_rollout_evidence",
+        "Natural logarithm of the e-value against the new version, or for it.",
+        labels=[*labels, "criterion", "side"],
+    )
+    spilled = CounterMetricFamily(
+        "headrace_rollout_spilled", "Requests of the new version that went to the stable one.", labels=labels
+    )
+    for core in cores:
+        if (rollout := core.versions.rollout) is None:
+            continue
+        of = [core.model, rollout.plan.to]
+        share.add_metric(of, rollout.share)
+        phase.add_metric([*of, rollout.phase], 1)
+        spilled.add_metric(of, rollout.spilled)
+        steps = list(rollout.judge.steps)
+        served.add_metric([*of, "canary"], sum(step.canary for step in steps))
+        served.add_metric([*of, "stable"], sum(step.stable for step in steps))
+        for measure in rollout.judge.measures():
+            bad.add_metric([*of, "canary", measure.criterion], measure.canary)
+            bad.add_metric([*of, "stable", measure.criterion], measure.stable)
+            evidence.add_metric([*of, measure.criterion, "against"], measure.log_against)
+            evidence.add_metric([*of, measure.criterion, "for"], measure.log_for)
+    yield from (share, phase, served, bad, evidence, spilled)

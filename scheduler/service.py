@@ -15,6 +15,7 @@ from contracts.bus import Bus, BusError, KvEntry
 from contracts.keys import Peppers
 from contracts.messages.base import Codec
 from contracts.messages.records import Budget, ModelRecord, Spending, TenantRecord
+from contracts.messages.rollouts import RolloutPlan
 from contracts.service.vitals import Vitals
 from scheduler.administration import AdminService
 from scheduler.config import SchedulerConfig
@@ -40,6 +41,7 @@ class Scheduler:
         self._config = config
         self._models: dict[str, ModelRecord] = {}
         self._tenants: dict[str, TenantRecord] = {}
+        self._plans: dict[str, RolloutPlan] = {}
         self._budgets: dict[str, events.BudgetSeen] = {}
         self._spending: dict[str, dict[str, Spending]] = {}
         """By model, then tenant."""
@@ -68,6 +70,7 @@ class Scheduler:
                 (topology.TENANTS, self._on_tenant),
                 (topology.BUDGETS, self._on_budget),
                 (topology.SPENDING, self._on_spending),
+                (topology.ROLLOUTS, self._on_rollout),
                 (topology.MODELS, self._on_model),
             ):
                 watch = await self._bus.kv.watch(bucket, handler)
@@ -113,6 +116,7 @@ class Scheduler:
 
     async def _serve_term(self, model: str, lease: Lease) -> bool:
         """Whether the model was removed and nothing of it is left to do."""
+        shown = await registry.find_rollout(self._bus, model)
         term = Term(self._bus, self._vitals, self._config, model, self._models[model], lease)
         for name, record in self._tenants.items():
             term.feed(events.TenantChanged(name, record))
@@ -121,6 +125,8 @@ class Scheduler:
         for other in [name for name in self._spending if name in self._models]:
             for tenant, spending in self._spending[other].items():
                 term.feed(events.SpendingSeen(other, tenant, spending))
+        if shown is not None:
+            term.feed(events.RolloutChanged(self._plans.get(model, shown.plan), shown.progress))
         self._terms[model] = term
         await term.run()
         return term.core.over
@@ -142,6 +148,19 @@ class Scheduler:
             term.feed(events.ModelChanged(record))
         if record.name not in self._campaigns:
             self._campaigns[record.name] = asyncio.create_task(self._campaign(record.name))
+
+    def _on_rollout(self, key: str, entry: KvEntry | None) -> None:
+        """Progress is the owner's own word, and comes back only to who looks for it."""
+        if registry.is_progress(key):
+            return
+        model = subjects.decode(key)
+        plan = None if entry is None else registry.read_plan(entry)
+        if plan is None:
+            self._plans.pop(model, None)
+        else:
+            self._plans[model] = plan
+        if (term := self._terms.get(model)) is not None:
+            term.feed(events.RolloutChanged(plan))
 
     def _on_tenant(self, key: str, entry: KvEntry | None) -> None:
         name = subjects.decode(key)

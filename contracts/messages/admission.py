@@ -1,6 +1,7 @@
 """Admission: what the gateway asks of a model's scheduler, and its decision."""
 
 from contracts.messages.base import Epoch, Line, Message, Name, Priority, RequestDemand, RequestId, Subject, Text
+from contracts.messages.rollouts import Arm
 
 DEADLINE_MS_MAX = 3_600_000
 """Longest time to the first token that a caller or a tenant may ask for: an hour."""
@@ -42,6 +43,10 @@ class AdmissionAnswer(Message, frozen=True, kw_only=True):
     """From admission until REQUESTS must have stored the request; later it is dropped as expired."""
     deadline_ms: int = 0
     """From admission until the first token must come."""
+    version: Name = ""
+    """The one that serves the request, for its life."""
+    arm: Arm = ""
+    """Whether a roll-out chose it."""
     code: Name = ""
     message: Text = ""
     param: Line | None = None

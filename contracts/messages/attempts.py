@@ -17,6 +17,7 @@ from contracts.messages.base import (
 )
 from contracts.messages.frames import EndData
 from contracts.messages.request import RequestEnvelope
+from contracts.messages.rollouts import Arm
 
 _GIVEN_BACK = frozenset(("shutting_down", "unavailable"))
 
@@ -67,6 +68,10 @@ class AttemptEvent(RequestFacts, frozen=True, kw_only=True):
     """When its engine got it."""
     first_token_at_ms: int = 0
     ended_at_ms: int = 0
+    pause_ms_max: int = 0
+    """Longest time between two tokens of it, of whichever choices."""
+    arm: Arm = ""
+    """Which version a roll-out gave the request; ``shadow``: a copy, whose answer nobody sees nor pays for."""
     client_request_id: Line = ""
     traceparent: Line = ""
     """The caller's, as W3C has it; empty when it gave none."""

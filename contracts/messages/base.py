@@ -94,7 +94,9 @@ class RequestDemand(RequestFacts, frozen=True, kw_only=True):
     stream_owner: Subject = ""
     """Name on the bus of the stream owner (gateway or client service); empty when it sends no heartbeats."""
     version: Name = ""
-    """Pinned version; empty for the scheduler's choice."""
+    """Asked for: the pinned one, or empty. Once admitted: the one that the request has for its life."""
+    conversation: Name = ""
+    """What the requests of one conversation have in common, made by the gateway; empty where that is unknown."""
     body_bytes: int = 0
     """Of a body too large for a message, which lies in BODIES; 0: it is in the message."""
     body_hash: Line = ""

@@ -17,6 +17,7 @@ from contracts.messages.base import (
 )
 from contracts.messages.frames import ErrorData
 from contracts.messages.records import PriceTier
+from contracts.messages.rollouts import Arm
 
 
 class Reply(Message, frozen=True, kw_only=True):
@@ -38,6 +39,10 @@ class RequestEnvelope(RequestDemand, frozen=True, kw_only=True):
     deadline_ms: int
     """From admission until its first token must come."""
     reply: Reply
+    pinned: bool = False
+    """Whether the caller asked for its version; else the scheduler chose it."""
+    arm: Arm = ""
+    """Which version a roll-out gave it, and how that is counted."""
     tokenizer_fingerprint: Line = ""
     client_request_id: Line = ""
     traceparent: Line = ""

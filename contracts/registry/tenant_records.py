@@ -11,6 +11,7 @@ from contracts.errors import HeadraceError
 from contracts.messages.admission import DEADLINE_MS_MAX
 from contracts.messages.base import Codec
 from contracts.messages.records import TenantRecord
+from contracts.messages.rollouts import SHADOW_TENANT
 from contracts.registry.base import (
     Changed,
     at_home,
@@ -37,6 +38,8 @@ def read_tenant(entry: KvEntry) -> TenantRecord:
 def check_tenant(record: TenantRecord) -> TenantRecord:
     """``record`` when every value makes sense."""
     check_name("tenant name", record.name)
+    if record.name == SHADOW_TENANT:
+        raise HeadraceError("invalid_request", f"{SHADOW_TENANT} is the service's own name", param="name")
     for model in [*(record.models or ()), *record.model_limits]:
         check_name("model name", model)
     if not 1 / WEIGHT_MAX <= record.weight <= WEIGHT_MAX:

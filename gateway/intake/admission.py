@@ -291,6 +291,9 @@ class Intake:
             admitted_at_ms=answer.admitted_at_ms,
             publish_within_ms=answer.publish_within_ms,
             deadline_ms=answer.deadline_ms,
+            version=answer.version,
+            pinned=bool(prepared.envelope.version),
+            arm=answer.arm,
         )
         version = envelope.version or prepared.version
         return Admitted(envelope, prepared.body, answer.limits, asked_at_ms, version)

@@ -13,12 +13,23 @@ from contracts import registry, subjects
 from contracts.administration import MadeKey
 from contracts.bus import BusError, Unavailable
 from contracts.errors import HeadraceError
-from contracts.forms import AliasChange, Form, KeyChange, ModelChange, NewKey, NewTenant, TenantChange
+from contracts.forms import (
+    AliasChange,
+    Form,
+    KeyChange,
+    ModelChange,
+    NewKey,
+    NewRollout,
+    NewTenant,
+    RolloutChange,
+    TenantChange,
+)
 from contracts.messages.administration import AdminAnswer, AdminCall, Via
 from contracts.messages.base import NOTHING, Codec
 from contracts.messages.queues import QueueAnswer
 from contracts.messages.records import Alias, KeyRecord, ModelRecord, TenantRecord
-from contracts.registry import ShownKey
+from contracts.messages.rollouts import RolloutPlan
+from contracts.registry import ShownKey, ShownRollout
 from gateway.http.exchange import Exchange
 from gateway.http.typed import BodyReader, Listed, Name, Services, ServicesDep, TypedRoute, caller_for, refusals
 from gateway.intake.auth import secret_of
@@ -171,6 +182,34 @@ async def set_alias(
 async def remove_alias(do: AdministratorDep, name: Name) -> Alias:
     """Forget an alias, which is given as it was; one that is built in stands for all models again."""
     return await do.ask("aliases.remove", Alias, target=name)
+
+
+@router.get("/rollouts", dependencies=MODELS)
+async def rollouts(services: ServicesDep) -> Listed[ShownRollout]:
+    """The last roll-out of every model that had one."""
+    return Listed(await registry.rollouts(services.bus))
+
+
+@router.get("/models/{model:path}/rollout", responses=refusals(404), dependencies=MODELS)
+async def rollout(services: ServicesDep, model: Name) -> ShownRollout:
+    """The model's last roll-out: its plan, how far it is, and the evidence by criterion."""
+    return await registry.rollout(services.bus, model)
+
+
+@router.post("/models/{model:path}/rollout", status_code=201, responses=refusals(404, 409), dependencies=MODELS)
+async def start_rollout(
+    do: AdministratorDep, model: Name, new: Annotated[NewRollout, Depends(BodyReader(NewRollout))]
+) -> RolloutPlan:
+    """Give a new version of a model a growing share of its requests, as long as it is not worse."""
+    return await do.ask("rollouts.start", RolloutPlan, target=model, form=new)
+
+
+@router.patch("/models/{model:path}/rollout", responses=refusals(404, 409), dependencies=MODELS)
+async def change_rollout(
+    do: AdministratorDep, model: Name, change: Annotated[RolloutChange, Depends(BodyReader(RolloutChange))]
+) -> RolloutPlan:
+    """Pause, resume (`run`), promote or abort the open roll-out."""
+    return await do.ask("rollouts.change", RolloutPlan, target=model, form=change)
 
 
 @router.get("/queues", dependencies=MODELS)

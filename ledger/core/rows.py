@@ -56,6 +56,7 @@ class _Event(AttemptEvent, frozen=True, kw_only=True):
     started_at_ms: _Natural = 0
     first_token_at_ms: _Natural = 0
     ended_at_ms: _Natural = 0
+    pause_ms_max: _UInt32 = 0
 
 
 _events: Codec[_Event] = Codec(_Event)
@@ -111,6 +112,8 @@ class Row(NamedTuple):
     started_at: int
     first_token_at: int
     ended_at: int
+    pause_ms_max: int
+    arm: str
     stored_at: int
     stream_seq: int
     time_flag: str
@@ -177,6 +180,8 @@ def row_of(source: Source) -> Row:
         started_at=started_at,
         first_token_at=first_token_at,
         ended_at=ended_at,
+        pause_ms_max=event.pause_ms_max,
+        arm=event.arm,
         stored_at=source.stored_at_ms,
         stream_seq=source.stream_seq,
         time_flag=clock.flag,

@@ -36,6 +36,8 @@ CREATE TABLE IF NOT EXISTS attempts
     dispatched_at      DateTime64(3, 'UTC') CODEC(ZSTD(1)) COMMENT '1970: never',
     first_token_at     DateTime64(3, 'UTC') CODEC(ZSTD(1)) COMMENT '1970: never',
     ended_at           DateTime64(3, 'UTC') CODEC(ZSTD(1)) COMMENT '1970: unknown',
+    pause_ms_max       UInt32 CODEC(T64, ZSTD(1)) COMMENT 'Longest time between two tokens',
+    arm                LowCardinality(String) COMMENT 'stable, canary or shadow: which version a roll-out gave it',
     stored_at          DateTime64(3, 'UTC') CODEC(ZSTD(1)) COMMENT 'Time of the bus, when it stored the event',
     stream_seq         UInt64 CODEC(Delta, ZSTD(1)),
     time_flag          LowCardinality(String) COMMENT 'late, ahead or behind: see the README; empty: times are plausible',

@@ -77,6 +77,7 @@ class Core(Lifecycle):
             events.BudgetSeen: self._budget_seen,
             events.SpendingSeen: self._spending_seen,
             events.SpendingUntold: self._spending_untold,
+            events.RolloutChanged: self._rollout_changed,
         }
 
     @property
@@ -122,13 +123,19 @@ class Core(Lifecycle):
             if body.condemned:
                 raise HeadraceError("request_quarantined", outcomes.quarantined(asked.request_id, body))
             self._check_workers()
-            deadline_ms = self.admission.check(asked, self.now_ms, has_room=self.pool.has_room())
+            version, arm = self.versions.assign(asked)
+            deadline_ms = self.admission.check(asked, self.now_ms, has_room=self.pool.has_room(version))
         except HeadraceError as error:
             self.refusals[error.code] = self.refusals.get(error.code, 0) + 1
             self.do(events.AnswerAdmission(event.handle, self._refused(asked, error)))
             return
         request = Request.admitted(
-            asked, now_ms=self.now_ms, publish_within_ms=self.settings.publish_within_ms, deadline_ms=deadline_ms
+            asked,
+            version=version,
+            arm=arm,
+            now_ms=self.now_ms,
+            publish_within_ms=self.settings.publish_within_ms,
+            deadline_ms=deadline_ms,
         )
         self.admit(request)
         self.read_by(request, asked.reader, asked.stream_owner)
@@ -183,6 +190,8 @@ class Core(Lifecycle):
             admitted_at_ms=request.envelope.admitted_at_ms,
             publish_within_ms=request.envelope.publish_within_ms,
             deadline_ms=request.envelope.deadline_ms,
+            version=request.envelope.version,
+            arm=request.envelope.arm,
             limits=self.admission.quota(request.tenant, self.now_ms).rate_limits(self.now_ms),
         )
 
@@ -209,6 +218,7 @@ class Core(Lifecycle):
         elif request.state is State.ADMITTED:
             request.stored(event.envelope, event.seq)  # In time, for its reservation stands.
             self.queue_up(request)
+            self.versions.copy(request)
             joining, request.joining = request.joining, []
             for asked in joining:
                 self._admission_asked(asked)
@@ -308,6 +318,7 @@ class Core(Lifecycle):
         """An end that was stored while the request waits here."""
         if outcomes.is_void(event):
             request.attempt = event.attempt
+            self.versions.keep(request, event.version)
             outcomes.count(request, event, self.pool.beats)
             if outcomes.may_retry(request, self.accused.of(request.envelope), event):
                 # One that waits for its message is another owner's by now, and this one deposed.
@@ -383,6 +394,7 @@ class Core(Lifecycle):
                 continue
             request.was_in_flight = True
             request.progress = progress
+            self.versions.progressed(progress)
             if progress.completion_tokens >= request.suspect_tokens:
                 worker.suspects.discard(request.id)
             if progress.completion_tokens > 0 and request.state in (State.DISPATCHING, State.DISPATCHED):
@@ -468,6 +480,7 @@ class Core(Lifecycle):
             if request.state in WITH_WORKER and repeat_at <= now:
                 self.send_cancel(request)
         self._hear_no_more()
+        self.versions.pass_time()
         self.tombstones.pass_time(now)
         self.keys.pass_time(now)
         self.accused.pass_time(now, (request.envelope for request in self.requests.values()))
@@ -516,6 +529,12 @@ class Core(Lifecycle):
     def _model_changed(self, event: events.ModelChanged) -> None:
         self.admission.record = event.record
         self.pool.kv_overbooking = event.record.limits.kv_overbooking
+        self.versions.stable_changed(event.record.stable)
+        self.dispatch()
+
+    def _rollout_changed(self, event: events.RolloutChanged) -> None:
+        self.versions.rollout_changed(event.plan, event.progress)
+        self.dispatch()
 
     def _budget_seen(self, event: events.BudgetSeen) -> None:
         self.admission.budgets.ledger_said(event.tenant, event.month, event.tokens, event.covers_seq)

@@ -20,6 +20,7 @@ from contracts.messages.control import (
 from contracts.messages.frames import Frame
 from contracts.messages.records import ModelRecord, Spending, TenantRecord
 from contracts.messages.request import RequestEnvelope, WorkItem
+from contracts.messages.rollouts import RolloutEvent, RolloutPlan, RolloutProgress
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -191,6 +192,13 @@ class SpendingUntold(Event, frozen=True):
     tenant: str
 
 
+class RolloutChanged(Event, frozen=True):
+    """What the operator wants of the model's roll-out; None: there is none. ``progress``: an earlier owner's."""
+
+    plan: RolloutPlan | None
+    progress: RolloutProgress | None = None
+
+
 class Effect(msgspec.Struct, frozen=True):
     """Base of all effects."""
 
@@ -294,3 +302,28 @@ class SendFrame(Effect, frozen=True):
 
     subject: str
     frame: Frame
+
+
+class KeepRollout(Effect, frozen=True):
+    """Write how far the roll-out is, for the next owner and for people; a later one replaces it."""
+
+    progress: RolloutProgress
+
+
+class TellRollout(Effect, frozen=True):
+    """Tell everybody what became of the roll-out."""
+
+    event: RolloutEvent
+
+
+class SetStable(Effect, frozen=True):
+    """Make the version the model's stable one; ModelChanged follows."""
+
+    version: str
+
+
+class StoreCopy(Effect, frozen=True):
+    """Store a copy of a request in REQUESTS, for the new version; the body is under ``request_seq``."""
+
+    envelope: RequestEnvelope
+    request_seq: int

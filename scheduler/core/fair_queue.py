@@ -122,6 +122,12 @@ class FairQueue:
         if priority == "batch":
             self._ageing.append((now_ms, key))
 
+    def move(self, key: str, lane: Hashable) -> None:
+        """The request waits in another lane from now on, where it stood in line."""
+        entry = self._entries[key]
+        entry.place = (entry.place[0], lane)
+        self._line_up(entry, self.shares[entry.tenant])
+
     def remove(self, key: str) -> None:
         """Take a waiting request out without serving it; does nothing when it does not wait."""
         entry = self._entries.pop(key, None)

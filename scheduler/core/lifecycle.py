@@ -28,6 +28,7 @@ from scheduler.core.settings import Settings
 from scheduler.core.stream_owners import StreamOwners
 from scheduler.core.tombstones import Tombstones
 from scheduler.core.transitions import WAITING, WITH_WORKER, State, Trigger
+from scheduler.core.versions import Versions
 from scheduler.core.worker_pool import Worker, WorkerPool, lane
 
 UNHEARD = ""
@@ -61,6 +62,7 @@ class Lifecycle:
         self.queue = FairQueue(ageing_ms=settings.ageing_ms)
         self.admission = AdmissionControl(record, self.queue, now_ms)
         self.pool = WorkerPool(epoch=epoch, settings=settings, kv_overbooking=record.limits.kv_overbooking)
+        self.versions = Versions(self, record.stable)
         self.stream_owners = StreamOwners()
         self.clocks = Clocks()
         self.mended: dict[str, int] = {}
@@ -96,6 +98,7 @@ class Lifecycle:
         self.admission.reserve(request, self.now_ms)
         self.requests[request.id] = request
         self.is_named(request)
+        self.versions.admitted(request)
         request.advance(Trigger.ADMITTED, self.now_ms)
 
     def take_in(self, envelope: RequestEnvelope) -> Request:
@@ -105,6 +108,7 @@ class Lifecycle:
         self.admission.adopt(request, self.now_ms)
         self.requests[request.id] = request
         self.tombstones.forget(request.id)
+        self.versions.taken_in(request)
         self.is_named(request)
         self.read_by(request, envelope.reply.stream, envelope.stream_owner)
         if request.readers:
@@ -275,6 +279,7 @@ class Lifecycle:
         request.adopted = False
         request.suspect_tokens = suspect_tokens
         self.pool.assign(worker, request)
+        self.versions.dispatched(request)
 
     def ack_request(self, request: Request) -> None:
         """REQUESTS need not hold it any more."""
@@ -338,6 +343,7 @@ class Lifecycle:
 
     def decide(self, request: Request, event: AttemptEvent) -> None:
         """The present attempt has ended with ``event``: retry before the first token, else settle for good."""
+        self.versions.ended(event)
         worker = self.pool.workers.get(request.worker)
         if worker is not None and event.outcome == "lost":
             # It lives, and may have the attempt or get it yet. An order before the loss is stored would end the
@@ -460,6 +466,7 @@ class Lifecycle:
     def _forget(self, request: Request) -> None:
         request.advance(Trigger.SETTLED, self.now_ms)
         del self.requests[request.id]
+        self.versions.forget(request.id)
         self.cancelling.pop(request.id, None)
         self.pool.free_worker(request.id)
         for owner in {request.envelope.stream_owner, *(request.readers or {}).values()}:

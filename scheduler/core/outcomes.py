@@ -41,6 +41,7 @@ def may_retry(request: Request, body: Body, event: AttemptEvent) -> bool:
     """Whether another attempt follows the void ``event``: no stream has had a token, and the bounds are not reached."""
     return (
         not (request.envelope.stream and event.completion_tokens > 0)
+        and request.envelope.arm != "shadow"
         and not body.condemned
         and request.failures < FAILURES_MAX
         and request.attempt < DISPATCHES_MAX
@@ -102,6 +103,7 @@ def proposed(
         admitted_at_ms=envelope.admitted_at_ms,
         dispatched_at_ms=request.dispatched_at_ms if number else 0,
         ended_at_ms=now_ms,
+        arm=envelope.arm,
         client_request_id=envelope.client_request_id,
         traceparent=envelope.traceparent,
     )

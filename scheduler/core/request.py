@@ -7,6 +7,7 @@ import msgspec
 from contracts.messages.admission import AdmissionRequest
 from contracts.messages.control import WITHDRAWN, Progress
 from contracts.messages.request import Reply, RequestEnvelope
+from contracts.messages.rollouts import Arm
 from contracts.tokens import reserved
 from scheduler.core.transitions import TRANSITIONS, WAITING, InvalidTransition, State, Trigger
 
@@ -94,7 +95,9 @@ class Request:
         """The last changes: time, state and attempt before, trigger."""
 
     @classmethod
-    def admitted(cls, asked: AdmissionRequest, *, now_ms: int, publish_within_ms: int, deadline_ms: int) -> "Request":
+    def admitted(
+        cls, asked: AdmissionRequest, *, version: str, arm: Arm, now_ms: int, publish_within_ms: int, deadline_ms: int
+    ) -> "Request":
         """One admitted now, of which REQUESTS holds nothing yet."""
         envelope = RequestEnvelope(  # Field by field: ``fields_of`` costs a sixth of an admission.
             request_id=asked.request_id,
@@ -108,7 +111,10 @@ class Request:
             prompt_tokens=asked.prompt_tokens,
             max_output_tokens=asked.max_output_tokens,
             stream_owner=asked.stream_owner,
-            version=asked.version,
+            version=version,
+            pinned=bool(asked.version),
+            arm=arm,
+            conversation=asked.conversation,
             idempotency=asked.idempotency,
             requested_model=asked.requested_model,
             choice_reason=asked.choice_reason,

@@ -112,6 +112,7 @@ class Takeover:
         request.request_seq = request_seq
         request.work_seq, request.work_attempt = work
         request.attempt = ended.event.attempt
+        life.versions.keep(request, ended.event.version)
         request.advance(Trigger.ENDED_BEFORE, life.now_ms)
         self._recount(request, request.attempt)
         life.decide(request, ended.event)

@@ -114,6 +114,8 @@ class WorkerPool:
         """Loopback heartbeats so far."""
         self.kv_overbooking = kv_overbooking
         """Tokens reserved on a worker may reach its KV cache's capacity times this."""
+        self.avoided: frozenset[str] = frozenset()
+        """Workers that get nothing more: those that a roll-out found bad."""
         self._epoch = epoch
         self._settings = settings
         self._reserved_for: dict[str, str] = {}
@@ -180,16 +182,30 @@ class WorkerPool:
         self.evicted[worker.beat.worker] = self.beats
 
     def usable(self, worker: Worker) -> bool:
-        """Ready, not slow, and has acknowledged this owner's epoch; one that knows a higher one refuses us."""
-        return worker.beat.state == "ready" and not worker.slow_since_ms and worker.beat.epoch == self._epoch
+        """Ready, not slow, not bad, and has acknowledged this owner's epoch; one that knows a higher one refuses us."""
+        able = worker.beat.state == "ready" and not worker.slow_since_ms and worker.beat.epoch == self._epoch
+        return able and worker.beat.worker not in self.avoided
 
     def unacknowledged(self) -> bool:
         """Whether some worker has not acknowledged the epoch; a takeover waits until it has, or is lost."""
         return any(worker.beat.epoch < self._epoch for worker in self.workers.values())
 
-    def has_room(self) -> bool:
-        """Whether some worker has a free slot."""
-        return any(self.usable(w) and w.slots_reserved < w.beat.slots for w in self.workers.values())
+    def has_room(self, version: str = "") -> bool:
+        """Whether some worker has a free slot; one of that version, if one is named."""
+        return any(
+            self.usable(worker)
+            and worker.slots_reserved < worker.beat.slots
+            and (not version or worker.beat.version == version)
+            for worker in self.workers.values()
+        )
+
+    def slots(self, version: str) -> int:
+        """Of the version's workers that take work now."""
+        return sum(w.beat.slots for w in self.workers.values() if w.beat.version == version and self.usable(w))
+
+    def slots_in_use(self) -> int:
+        """Of all versions."""
+        return sum(worker.slots_reserved for worker in self.workers.values())
 
     def place(self, request: Request, may_hold: Callable[[Worker], bool]) -> Worker | None:
         """The least loaded worker that can take the request now, of those that ``may_hold`` it; or None."""

@@ -16,10 +16,19 @@ from contracts import audit, permissions, subjects, topology
 from contracts.bus import ANONYMOUS, Bus, BusError, Credentials, Incoming
 from contracts.messages.administration import AuditEntry
 from contracts.messages.records import TenantRecord
+from contracts.messages.rollouts import SHADOW_TENANT
 from tests.support.cluster import OurNats
 from tests.support.polling import until
 
-ADMINISTERED = (topology.KEYS, topology.USES, topology.TENANTS, topology.MODELS, topology.VERSIONS)
+ADMINISTERED = (
+    topology.KEYS,
+    topology.USES,
+    topology.TENANTS,
+    topology.MODELS,
+    topology.VERSIONS,
+    topology.ALIASES,
+    topology.ROLLOUTS,
+)
 TENANTS = ("T1", "T2", "Café 1")
 SERVICES = ("gateway-0", "gateway-1", "scheduler-0", "worker-0", "worker-1", "ledger-0")
 STREAMS = tuple(stream["name"] for stream in topology.STREAMS)
@@ -69,6 +78,8 @@ SUBJECTS = {
     "admin call": subjects.admin_call("keys.create"),
     "activity of keys": subjects.ADMIN_ACTIVITY,
     "audit": subjects.audit("keys"),
+    "rollout": subjects.rollout("m"),
+    "copy of a request": subjects.request("m", SHADOW_TENANT),
     "system": "$SYS.REQ.SERVER.PING",
     "system of the account": "$SYS.REQ.ACCOUNT.HEADRACE.CONNZ",
     "nonsense": "something.else",
@@ -122,20 +133,20 @@ def taken(*streams: str) -> set[str]:
 
 
 MAY_PUBLISH: dict[str, set[str]] = {
-    "gateway-0": {"admit", "request", "queues", "usage all", "beat of gateway-0", "body"}
+    "gateway-0": {"admit", "request", "copy of a request", "queues", "usage all", "beat of gateway-0", "body"}
     | {f"{kind} {tenant}" for kind in ("status", "frames", "usage") for tenant in ("T1", "T2")}
     | {"frames T1 of another", "cancel T1 as a gateway", "BODIES purged"}
     | {"admin call", "activity of keys"}
     | read("PARTS", *(f"KV_{bucket}" for bucket in ADMINISTERED))
-    | watched("keys", "tenants", "models", "versions")
+    | watched("keys", "tenants", "models", "versions", "aliases")
     | SEEN,
     "scheduler-0": {"work", "attempt", "quarantine", "control", "control of another", "loopback of scheduler-0"}
     | {"WORK thinned", "REQUESTS thinned", "WORK looked up", "ATTEMPTS unfollowed", "BODIES purged"}
     | read("REQUESTS", "WORK", "ATTEMPTS", "BODIES")
     | taken("REQUESTS")
-    | {"audit"}
+    | {"audit", "rollout", "copy of a request"}
     | kept("leases", "spending", *ADMINISTERED)
-    | watched("tenants", "budgets", "spending", "models", "versions")
+    | watched("tenants", "budgets", "spending", "models", "versions", "rollouts")
     | REPLIES
     | SEEN,
     "worker-0": {"attempt", "beat of worker-0", "work of worker-0 pulled"}
@@ -146,6 +157,7 @@ MAY_PUBLISH: dict[str, set[str]] = {
     "ledger-0": {"dead", "ATTEMPTS purged", "ATTEMPTS read"}
     | kept("budgets", "invoices")
     | watched("prices", "invoices")
+    | {"ROLLOUT_EVENTS unfollowed"}
     | SEEN,
     "t.T1": {"submit T1", "cancel T1", "status T1", "frames T1", "frames T1 of another", "usage T1", "beat of T1"},
 }

@@ -55,7 +55,7 @@ def test_many_prompts_reserve_each_prompt_once() -> None:
         choices=200,
     )
     admission.check(asked, 0, has_room=True)
-    request = Request.admitted(asked, now_ms=0, publish_within_ms=1000, deadline_ms=1000)
+    request = Request.admitted(asked, version="v1", arm="", now_ms=0, publish_within_ms=1000, deadline_ms=1000)
     admission.reserve(request, 0)
     assert admission.reserved_tokens == admission.quota("t", 0).reserved_tokens == 53_200
     assert admission.quota("t", 0).input_bucket.level(0) == admission.quota("t", 0).output_bucket.level(0) == 0

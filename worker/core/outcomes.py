@@ -128,7 +128,7 @@ def terminal_event(
         engine_death=outcome.engine_death,
         accused=accused if outcome.engine_death else 0,
         body_hash=request.body_hash if outcome.engine_death or item.suspect_tokens else "",
-        billable=paid_for and outcome.billable,
+        billable=paid_for and outcome.billable and request.arm != "shadow",
         reasoning_tokens=counts.reasoning_tokens,
         reserved_tokens=reserved_tokens(request),
         spent_input_tokens=request.prompt_tokens if outcome.by_caller and not retryable else 0,
@@ -138,6 +138,8 @@ def terminal_event(
         started_at_ms=started_at_ms and base_ms + started_at_ms,
         first_token_at_ms=counts.first_token_at_ms and base_ms + counts.first_token_at_ms,
         ended_at_ms=base_ms + now_ms,
+        pause_ms_max=counts.pause_ms_max,
+        arm=request.arm,
         client_request_id=request.client_request_id,
         traceparent=request.traceparent,
     )

@@ -38,6 +38,9 @@ class Counts(msgspec.Struct, kw_only=True):
     reasoning_tokens: int = 0
     first_token_at_ms: int = 0
     """When the engine gave the first token, by ``clock.monotonic_ms``; 0 before."""
+    last_token_at_ms: int = 0
+    pause_ms_max: int = 0
+    """Longest time between two outputs of tokens."""
     finish_reason: str = ""
 
     def usage(self) -> dict[str, Any]:
@@ -48,6 +51,14 @@ class Counts(msgspec.Struct, kw_only=True):
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+
+    def came(self, now_ms: int) -> None:
+        """The engine gave tokens, which are counted already."""
+        if self.first_token_at_ms:
+            self.pause_ms_max = max(self.pause_ms_max, now_ms - self.last_token_at_ms)
+        else:
+            self.first_token_at_ms = now_ms
+        self.last_token_at_ms = now_ms
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

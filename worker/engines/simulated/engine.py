@@ -210,8 +210,8 @@ class _Attempt:
         if kind != "empty":
             counts.completion_tokens += 1
         if not counts.first_token_at_ms:
-            counts.first_token_at_ms = clock.monotonic_ms()
             counts.prompt_tokens = sum(self._request.prompts)
+        counts.came(clock.monotonic_ms())
         if sequence.given <= 1 and sequence.index % self._request.n == 0:
             counts.cached_tokens += sequence.cached_tokens
         reason = None if kind == "token" else self._request.finish_reason(sequence.index // self._request.n)

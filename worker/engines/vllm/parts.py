@@ -93,6 +93,8 @@ class Record:
         counts = self.counts
         if first:
             self.note_prompt(output)
+        if any(completion.token_ids for completion in output.outputs):
+            counts.came(clock.monotonic_ms())
         for completion in output.outputs:
             if self._only_scores:
                 completion.token_ids = []
@@ -101,8 +103,6 @@ class Record:
                 choices.setdefault(completion.index, []).extend(completion.token_ids)
             if completion.finish_reason:
                 counts.finish_reason = completion.finish_reason
-        if counts.completion_tokens and not counts.first_token_at_ms:
-            counts.first_token_at_ms = clock.monotonic_ms()
 
     async def check(self, constraint: Constraint) -> None:
         """Raises EngineFailure for a constraint that the engine must not be given."""
