@@ -42,6 +42,7 @@ PHASE = Histogram(
 DELIVERIES_DROPPED = Counter("headrace_deliveries_dropped", "Finished requests that the ledger was not told of")
 CONNECTIONS = Gauge("headrace_connections", "Open connections of callers")
 SUBMITS_REFUSED = Counter("headrace_submits_refused", "Submits beyond what one tenant may have under way")
+SHED = Counter("headrace_shed", "Requests refused because this gateway's event loop was late")
 CONNECTIONS_REFUSED = Counter("headrace_connections_refused", "Connections beyond a bound", ["bound"])
 FAILED_LOGINS = Counter("headrace_failed_logins", "Callers that were not let in, by reason", ["reason"])
 STREAMS = Gauge("headrace_streams", "Answers under way")

@@ -14,19 +14,20 @@ from gateway.config import GatewayConfig
 from gateway.deliveries import DeliveryReports
 from gateway.http import routes, server
 from gateway.http.inference import Inference
+from gateway.http.refusals import Refusals
 from gateway.http.typed import Services
 from gateway.intake.activity import Activity, Reporter
 from gateway.intake.admission import Intake
 from gateway.intake.auth import Directory
 from gateway.intake.bus_submit import NatsIngress
 from gateway.intake.catalog import Catalog
+from gateway.intake.shedding import Shedding
+from gateway.intake.turnstile import Turnstile
 from gateway.management import admin, usage
 from gateway.management.readiness import Readiness
 from gateway.streams.hub import Hub
 
 _log = structlog.get_logger()
-
-LATE_S = 0.1
 
 LAST_EVENTS_S = 1.0
 """After the grace time the last error events are written within this."""
@@ -48,7 +49,7 @@ class Gateway:
         self._deliveries = DeliveryReports(bus)
         self._directory = Directory(Peppers.parse(config.pepper), activity)
         self._catalog = Catalog()
-        self._vitals = Vitals(bus, late_s=LATE_S)
+        self._vitals = Vitals(bus, late_s=config.shed_lag_s)
         self._hub = Hub(
             bus, self._vitals, ids.incarnation(bus.user), hold_s=config.hold_s, bytes_max=config.stream_bytes_max
         )
@@ -60,14 +61,18 @@ class Gateway:
             claim_check_bytes=config.claim_check_bytes,
             ask_s_max=config.admit_s_max,
         )
-        self._readiness = Readiness(bus, self._catalog, subjects.gateway_stream_owner(self._hub.incarnation))
-        self._ingress = NatsIngress(bus, self._directory, intake)
+        turnstile = Turnstile()
+        shedding = Shedding(self._vitals, turnstile)
+        self._refusals = Refusals(shedding, config.cors_origins)
+        self._readiness = Readiness(bus, self._catalog, shedding, subjects.gateway_stream_owner(self._hub.incarnation))
+        self._ingress = NatsIngress(bus, self._directory, intake, shedding, turnstile)
         self._services = Services(
             config=config,
             bus=bus,
             directory=self._directory,
             catalog=self._catalog,
             intake=intake,
+            turnstile=turnstile,
             not_ready=self._readiness.not_ready,
         )
         self._inference = Inference(self._services, self._hub, self._deliveries)
@@ -83,7 +88,11 @@ class Gateway:
     async def run(self) -> None:
         """Serve; when it returns, everything that was begun has ended."""
         public, private = server.listen(self.config.listen), server.listen(self.config.admin_listen)
-        await self._vitals.start()
+        callers = server.Server(
+            routes.public(self._services, self._inference, (usage.own,)), public, self.config, self._refusals.of
+        )
+        operators = server.Server(routes.private(self._services, (usage.everyones, admin.router)), private, self.config)
+        await self._vitals.start()  # What it takes to build all that is no lag.
         await self._directory.start(self._bus)
         await self._catalog.start(self._bus)
         await self._hub.start()
@@ -91,8 +100,6 @@ class Gateway:
         self._readiness.start()
         self._reporter.start()
         self._deliveries.start()
-        callers = server.Server(routes.public(self._services, self._inference, (usage.own,)), public, self.config)
-        operators = server.Server(routes.private(self._services, (usage.everyones, admin.router)), private, self.config)
         gc.freeze()  # What stands so far is never looked at again: a full collection would pause streams for 30 ms.
         for each in (callers, operators):
             each.start()

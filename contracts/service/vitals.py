@@ -66,11 +66,17 @@ class Vitals:
         self._main_bus = bus
         self._changed = changed
         self._lag = Lag(time.monotonic(), late_s)
+        self._late_since = 0.0
 
     @property
     def late(self) -> bool:
         """Whether the main loop is late, as it found at its last turn."""
         return self._lag.late
+
+    @property
+    def late_for_s(self) -> float:
+        """For how long it has been late; 0.0 while it is not."""
+        return time.monotonic() - self._late_since if self.late else 0.0
 
     @property
     def lag_ms(self) -> int:
@@ -117,6 +123,7 @@ class Vitals:
     def _pulse(self) -> None:
         self._timer = self._main.call_later(PULSE_S, self._pulse)
         if self._lag.turned(time.monotonic()):
+            self._late_since = time.monotonic()
             log.warning("loop_late" if self.late else "loop_on_time", lag_ms=self.lag_ms)
             self._changed(self.late)
 

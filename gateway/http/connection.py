@@ -57,6 +57,9 @@ class Owner(Protocol):
     def lost(self, connection: "Connection") -> None:
         """The connection is closed."""
 
+    def refusal(self, head: Head) -> tuple[int, Headers, bytes] | None:
+        """Status, headers and body, when the request gets no further."""
+
 
 class Connection(asyncio.Protocol):
     """What ``owner`` has accepted from ``client``."""
@@ -154,14 +157,7 @@ class Connection(asyncio.Protocol):
                 self._linger()
             return
         self._request = None
-        self._wait()
-        if not self._buffer:
-            return
-        self._behind += 1
-        if self._behind >= PIPELINE_MAX:
-            self._linger()
-        else:
-            self._next()
+        self._go_on()
 
     # What the server asks -------------------------------------------------------------------------------------
 
@@ -189,6 +185,28 @@ class Connection(asyncio.Protocol):
         self._start_timer(KEEP_ALIVE_S, self.close)
         self.owner.waits(self)
 
+    def _go_on(self) -> None:
+        self._wait()
+        if not self._buffer:
+            return
+        self._behind += 1
+        if self._behind >= PIPELINE_MAX:
+            self._linger()
+        else:
+            self._next()
+
+    def _answer(self, head: Head, status: int, headers: Headers, body: bytes) -> None:
+        """To a request that gets no further; its body is not waited for."""
+        expected = Chunked() if head.length is None else Sized(head.length)
+        self.skip(expected)
+        again = head.keep_alive and expected.done
+        closing = () if again else ((b"connection", b"close"),)
+        self.transport.write(answer_head(status, (*headers, *closing)) + body)
+        if again:
+            self._go_on()
+        else:
+            self._linger()
+
     def _next(self) -> None:
         """Begin the next request, when its head is whole."""
         if without_empty_lines(self._buffer):
@@ -209,6 +227,9 @@ class Connection(asyncio.Protocol):
         del self._buffer[:size]
         self._seen = 0
         self._stop_timer()
+        if (refusal := self.owner.refusal(head)) is not None:
+            self._answer(head, *refusal)
+            return
         self._request = Request(self, head)
         self.owner.works(self, self._request.run())
 

@@ -44,7 +44,7 @@ class Edge:
         _normalise_path(scope)
         if self._hsts:
             exchange.answer_headers.append(_HSTS)
-        self._allow_origin(exchange)
+        exchange.answer_headers += origin_headers(scope["headers"], self._origins)
         try:
             if self._origins and _is_preflight(scope):
                 await self._preflight(exchange)
@@ -82,22 +82,6 @@ class Edge:
         _log.error("unhandled", request_id=scope["headrace"].request_id, path=scope["path"], exc_info=error)
         return HeadraceError("internal_error", "Something went wrong inside the service."), []
 
-    def _allow_origin(self, exchange: Exchange) -> None:
-        origin = dict(exchange.scope["headers"]).get(b"origin")
-        if origin is None or not self._origins:
-            return
-        if b"*" in self._origins:
-            allowed = b"*"
-        elif origin in self._origins:
-            allowed = origin
-            exchange.answer_headers.append((b"vary", b"Origin"))
-        else:
-            return
-        exchange.answer_headers += [
-            (b"access-control-allow-origin", allowed),
-            (b"access-control-expose-headers", _EXPOSED),
-        ]
-
     async def _preflight(self, exchange: Exchange) -> None:
         """A browser asks, without a key, whether a page may call."""
         given = dict(exchange.scope["headers"])
@@ -109,6 +93,22 @@ class Edge:
             headers.append((b"access-control-allow-headers", asked))
         await exchange.send({"type": "http.response.start", "status": 204, "headers": headers})
         await exchange.send({"type": "http.response.body"})
+
+
+def origin_headers(given: Headers, origins: set[bytes]) -> Headers:
+    """What lets the page of an origin that may call read the answer."""
+    origin = dict(given).get(b"origin")
+    if origin is None or not origins:
+        return []
+    if b"*" in origins:
+        return [(b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", _EXPOSED)]
+    if origin not in origins:
+        return []
+    return [
+        (b"vary", b"Origin"),
+        (b"access-control-allow-origin", origin),
+        (b"access-control-expose-headers", _EXPOSED),
+    ]
 
 
 async def _leave_to_edge(request: Request, error: Exception) -> Response:

@@ -45,6 +45,7 @@ class Inference:
         self._config = services.config
         self._directory = services.directory
         self._intake = services.intake
+        self._turnstile = services.turnstile
         self._hub = hub
         self._deliveries = deliveries
         self.draining = False
@@ -108,6 +109,7 @@ class Inference:
         )
         data = await body.read(exchange, self._config)
         with CallerWatch(exchange.receive) as caller:
+            await self._turnstile.enter()
             prepared = await self._prepare(context, data, log)
             del data
             stream = log.stream = self._hub.listen(prepared.envelope)

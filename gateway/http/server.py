@@ -7,7 +7,7 @@ import ipaddress
 import resource
 import socket
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -18,7 +18,8 @@ from contracts import errors
 from gateway import metrics
 from gateway.config import GatewayConfig
 from gateway.http.certificate import Certificate
-from gateway.http.connection import Connection, answer_head
+from gateway.http.connection import Connection, Headers, answer_head
+from gateway.http.framing import Head
 
 BACKLOG = 4096
 ACCEPT_AT_ONCE = 32
@@ -51,8 +52,15 @@ _log = structlog.get_logger()
 class Server:
     """Serves one application at ``sockets`` from ``start`` to ``close``."""
 
-    def __init__(self, app: ASGIApp, sockets: list[socket.socket], config: GatewayConfig) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        sockets: list[socket.socket],
+        config: GatewayConfig,
+        refusal: Callable[[Head], tuple[int, Headers, bytes] | None] = lambda head: None,
+    ) -> None:
         self.app = app
+        self.refusal = refusal
         self._sockets = sockets
         self._tls = Certificate(config.tls_cert_file, config.tls_key_file) if config.tls_cert_file else None
         self.scheme = "https" if self._tls else "http"

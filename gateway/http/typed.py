@@ -25,6 +25,7 @@ from gateway.http.exchange import Exchange
 from gateway.intake.admission import Intake
 from gateway.intake.auth import Directory, Identity
 from gateway.intake.catalog import Catalog
+from gateway.intake.turnstile import Turnstile
 
 T = TypeVar("T")
 
@@ -37,6 +38,7 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     directory: Directory
     catalog: Catalog
     intake: Intake
+    turnstile: Turnstile
     not_ready: Callable[[], str]
     """The reason why the gateway is not ready, or an empty text."""
 

@@ -21,6 +21,8 @@ from contracts.traceparent import checked
 from gateway.apis.table import APIS
 from gateway.intake.admission import AdmissionRefused, Intake, RequestContext, idempotency_key
 from gateway.intake.auth import Directory, Identity
+from gateway.intake.shedding import Shedding
+from gateway.intake.turnstile import Turnstile
 from gateway.metrics import SUBMITS_REFUSED
 
 _log = structlog.get_logger()
@@ -40,10 +42,14 @@ _answer_codec = Codec[SubmitAnswer](SubmitAnswer)
 class NatsIngress:
     """Takes requests from the bus between ``start`` and ``close``."""
 
-    def __init__(self, bus: Bus, directory: Directory, intake: Intake) -> None:
+    def __init__(
+        self, bus: Bus, directory: Directory, intake: Intake, shedding: Shedding, turnstile: Turnstile
+    ) -> None:
         self._bus = bus
         self._directory = directory
         self._intake = intake
+        self._shedding = shedding
+        self._turnstile = turnstile
         self._subscription: Subscription | None = None
         self._under_way: Counter[str] = Counter()
 
@@ -62,6 +68,7 @@ class NatsIngress:
         sender = message.subject.split(".")[2]
         self._under_way[sender] += 1
         try:
+            self._shedding.check()
             if self._under_way[sender] > SUBMITS_MAX:
                 SUBMITS_REFUSED.inc()
                 text = f"More than {SUBMITS_MAX} submits of this tenant are under way."
@@ -113,6 +120,7 @@ class NatsIngress:
             traceparent=checked(message.headers.get("traceparent", "")),
             idempotency_key=idempotency_key(key, "idempotency_key") if (key := submitted.idempotency_key) else "",
         )
+        await self._turnstile.enter()
         parsed = await self._intake.parse(tenant, submitted.body or b"{}", model=model)
         admitted = await self._intake.admit(await self._intake.prepare(context, parsed))
         try:

@@ -14,6 +14,7 @@ from contracts.bus import Bus, Unavailable
 from contracts.messages.base import Codec
 from contracts.messages.queues import QueueAnswer
 from gateway.intake.catalog import Catalog
+from gateway.intake.shedding import Shedding
 
 ASK_EVERY_S = 1.0
 ASK_SOON_S = 0.1
@@ -28,8 +29,9 @@ _queue_codec = Codec[QueueAnswer](QueueAnswer)
 class Readiness:
     """``not_ready`` says what was found at the last look."""
 
-    def __init__(self, bus: Bus, catalog: Catalog, stream_owner: str) -> None:
+    def __init__(self, bus: Bus, catalog: Catalog, shedding: Shedding, stream_owner: str) -> None:
         self._bus = bus
+        self._shedding = shedding
         self._stream_owner = stream_owner
         self._clock_differs = False
         self._ahead_ms = 0
@@ -55,6 +57,8 @@ class Readiness:
             return "shutting down"
         if not self._bus.connected:
             return "the bus is not connected"
+        if self._shedding.refusing:
+            return "more to do than it can"
         return "; ".join(self._reasons)
 
     async def _run(self) -> None:

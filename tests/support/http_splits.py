@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from contracts.errors import HeadraceError
 from gateway.http.connection import Connection
+from gateway.http.framing import Head
 
 KEY = b"authorization: Bearer hr_key\r\n"
 GET = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -213,6 +214,8 @@ class Recorder:
         self.seen += 1
 
     def lost(self, connection: Connection) -> None: ...
+
+    def refusal(self, head: Head) -> None: ...
 
 
 class Transport(asyncio.Transport):
