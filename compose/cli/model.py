@@ -7,6 +7,7 @@ import msgspec
 import typer
 
 from compose.cli.common import DataDirOption, JsonOption, administer, names, on_bus, show, table
+from compose.cli.publish import publish, unpublish
 from compose.cli.worker import WithinOption, ask, is_local
 from compose.stack.control import WITHIN_S
 from compose.stack.data_dir import Engine, Target
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from contracts.bus import Bus
 
 app = typer.Typer(no_args_is_help=True, help="Models in the registry.")
+app.command("publish")(publish)
+app.command("unpublish")(unpublish)
 
 
 @app.command("list")

@@ -234,7 +234,13 @@ def _describe(name: str, path: Path, progress: Callable[[str], None]) -> Manifes
     size_mb = sum(file.stat().st_size for file in chosen) // 1_000_000
     if size_mb >= 1_000:
         progress(f"checking {size_mb:,} MB of {name}")
-    made = Manifest(
+    made = manifest_of(name, path, _describe_files(chosen))
+    return msgspec.structs.replace(made, version=f"v1-{registry.identity(made)[:8]}")
+
+
+def manifest_of(name: str, path: Path, artifacts: dict[str, Artifact]) -> Manifest:
+    """What the model in ``path`` says of itself; without a version. Raises ModelError."""
+    return Manifest(
         name=name,
         version="",
         engine="vllm",
@@ -242,11 +248,10 @@ def _describe(name: str, path: Path, progress: Callable[[str], None]) -> Manifes
         endpoints=("embeddings",) if _embeds(path) else TEXT_ENDPOINTS,
         capabilities=_capabilities(path),
         default_output_tokens=OUTPUT_TOKENS,
-        artifacts=_describe_files(chosen),
+        artifacts=artifacts,
         path=str(path),
         tokenizer_fingerprint=tokenizer_fingerprint(path),
     )
-    return msgspec.structs.replace(made, version=f"v1-{registry.identity(made)[:8]}")
 
 
 def _model_files(path: Path) -> list[Path]:

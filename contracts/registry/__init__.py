@@ -21,6 +21,7 @@ from contracts.registry.key_records import (
 )
 from contracts.registry.model_records import (
     change_model,
+    check_manifest,
     check_version,
     find_model,
     find_version,
@@ -32,6 +33,7 @@ from contracts.registry.model_records import (
     put_version,
     read_model,
     read_version,
+    refuse_change,
     remove_model,
     remove_version,
     set_stable,
@@ -83,6 +85,7 @@ __all__ = [
     "change_tenant",
     "check_expiry",
     "check_key",
+    "check_manifest",
     "check_name",
     "check_tenant",
     "check_version",
@@ -105,6 +108,7 @@ __all__ = [
     "read_model",
     "read_tenant",
     "read_version",
+    "refuse_change",
     "remove_model",
     "remove_version",
     "require_tenant",

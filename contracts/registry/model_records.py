@@ -5,7 +5,7 @@ answered to the golden prompt: those may be entered again (`put_version`), for a
 """
 
 import hashlib
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -16,11 +16,13 @@ from contracts.errors import HeadraceError
 from contracts.messages.base import Codec
 from contracts.messages.records import Manifest, ModelRecord
 from contracts.registry.base import Changed, at_home, change_record, check_counts, check_name, encoded, readable
+from contracts.simulated import SimulatedVersion
 
 _MANIFEST = Codec[Manifest](Manifest)
 _MODEL = Codec[ModelRecord](ModelRecord)
 
 OVERBOOKING_MAX = 100.0
+CONTEXT_MAX = 1 << 30
 
 
 def read_model(entry: KvEntry) -> ModelRecord:
@@ -49,21 +51,57 @@ def identity(manifest: Manifest) -> str:
     return hashlib.sha256(msgspec.json.encode(bare, order="sorted")).hexdigest()
 
 
+ENGINE_ARGUMENTS = frozenset(
+    """
+    block_size data_parallel_size dtype enable_auto_tool_choice enable_chunked_prefill enable_expert_parallel
+    enable_lora enable_prefix_caching enforce_eager gpu_memory_utilization kv_cache_dtype kv_cache_memory_bytes
+    limit_mm_per_prompt max_lora_rank max_loras max_num_batched_tokens max_num_seqs pipeline_parallel_size quantization
+    reasoning_parser rope_scaling seed swap_space tensor_parallel_size tool_call_parser
+    """.split()  # noqa: SIM905 (a list of words reads better)
+)
+"""Of vLLM's own, those that a manifest may state: none that names files, or lets code of a model run."""
+
+
+def check_manifest(manifest: Manifest) -> Manifest:
+    """``manifest`` when it can be entered; raises HeadraceError."""
+    check_name("model name", manifest.name)
+    check_version(manifest.version)
+    beyond = manifest.engine_arguments.keys() - ENGINE_ARGUMENTS
+    if manifest.engine == "vllm" and beyond:
+        message = f"a version may not state these arguments of its engine: {', '.join(sorted(beyond))[:200]}"
+        raise HeadraceError("invalid_request", message, param="engine_arguments")
+    if manifest.engine == "simulated":
+        try:
+            msgspec.convert(manifest.engine_arguments, SimulatedVersion)
+        except msgspec.ValidationError as error:
+            raise HeadraceError("invalid_request", f"engine_arguments: {error}", param="engine_arguments") from error
+    if not 1 <= manifest.context <= CONTEXT_MAX:
+        raise HeadraceError("invalid_request", f"context must be from 1 to {CONTEXT_MAX}", param="context")
+    if not 1 <= manifest.default_output_tokens <= manifest.context:
+        message = "default_output_tokens must be at least 1 and within the context"
+        raise HeadraceError("invalid_request", message, param="default_output_tokens")
+    return manifest
+
+
+def refuse_change(manifest: Manifest) -> NoReturn:
+    """Raises HeadraceError (conflict): the version is there with other contents."""
+    raise HeadraceError(
+        "conflict",
+        f"{manifest.name} {manifest.version} is there with other contents, and a version never changes: "
+        "give it another name",
+        param="version",
+    )
+
+
 async def put_version(bus: Bus, manifest: Manifest) -> Changed[Manifest]:
     """Enter a version, and its model when there is none: that serves it.
 
     One that is there stays as it is, but for where its files lie; raises HeadraceError (conflict) for other contents.
     """
-    check_name("model name", manifest.name)
-    check_version(manifest.version)
+    check_manifest(manifest)
     present = await find_version(bus, manifest.name, manifest.version)
     if present is not None and identity(present) != identity(manifest):
-        raise HeadraceError(
-            "conflict",
-            f"{manifest.name} {manifest.version} is there with other contents, and a version never changes: "
-            "give it another name",
-            param="version",
-        )
+        refuse_change(manifest)
     kept = msgspec.structs.replace(manifest, created_at_ms=present.created_at_ms if present else now_ms())
     if kept != present:
         await _keep_version(bus, kept, present)
