@@ -11,6 +11,7 @@ import msgspec
 from contracts import template_variables as variables
 from contracts.messages.base import Endpoint
 from contracts.messages.records import Manifest
+from gateway.apis.dialects import refuse_dialects
 from gateway.apis.fields import VOCABULARY_MAX, present, refuse
 from gateway.apis.response_format import OPENAI, ResponseFormat
 
@@ -75,6 +76,7 @@ class Api(msgspec.Struct, frozen=True, kw_only=True):
         if "simulate" in fields and manifest.engine != "simulated":
             refuse("simulate", "Only models of the simulated engine understand 'simulate'.")
         valid = self.check(fields, manifest, vocabulary or VOCABULARY_MAX)
+        refuse_dialects(self.endpoint, fields, self.body.__struct_fields__)
         if given := valid.fields.pop(variables.FIELD, None):
             variables.check(given)
             if read := {name: value for name, value in given.items() if name in template_variables}:

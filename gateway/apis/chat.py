@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from contracts.messages.records import Manifest
 from gateway.apis.api import Api, ValidBody
-from gateway.apis.fields import INT_MAX, Positive, Text, check_parts, converted, refuse
+from gateway.apis.fields import INT_MAX, Positive, Text, check_parts, converted, leave_out, refuse
 from gateway.apis.json_limits import check_text
 from gateway.apis.sampling import Completion, Effort, LogprobCount, TextBody, only_offered
 from gateway.apis.structured_outputs import ComplexityLimit, check_tools
@@ -97,6 +97,7 @@ class ChatBody(TextBody, kw_only=True):
 
 def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> ValidBody:
     fields = only_offered(fields)
+    leave_out(fields, "tools", lambda kind: isinstance(kind, str) and kind != "function")
     body, complexity = converted(fields, ChatBody), ComplexityLimit()
     for index, message in enumerate(body.messages):
         _check_message(f"messages[{index}]", message)
@@ -106,7 +107,7 @@ def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> Valid
         refuse("continue_final_message", "This needs content to continue, and 'add_generation_prompt': false.")
     choice = body.tool_choice
     mode, named = (None, choice.function.name) if isinstance(choice, ChatToolChoice) else (choice, None)
-    tools = [(tool.function.name, tool.function.parameters) for tool in body.tools or ()]
+    tools = [(tool.function.name, tool.function.parameters, tool.function.strict) for tool in body.tools or ()]
     check_tools("tools[{}].function.parameters", tools, mode, named, complexity)
     body.check_all(manifest, vocabulary, complexity)
     limits = [limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None]

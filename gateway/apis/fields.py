@@ -1,7 +1,7 @@
 """What the checks of all APIs share: types with their bounds, and refusals that name the field at fault."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, NoReturn, Protocol, TypeVar
 
 import msgspec
@@ -37,6 +37,18 @@ def present(body: dict[str, Any]) -> dict[str, Any]:
             for message in messages
         ]
     return fields
+
+
+def leave_out(fields: dict[str, Any], name: str, unwanted: Callable[[Any], bool]) -> None:
+    """Take out of the list ``name`` the objects of a type that is ``unwanted``; an empty one goes, too.
+
+    Coding agents declare in every request what only their vendor's own servers run. A caller that forces one of those
+    finds out by its ``tool_choice``.
+    """
+    if isinstance(given := fields.get(name), list):
+        fields[name] = [item for item in given if not (isinstance(item, dict) and unwanted(item.get("type")))]
+        if given and not fields[name]:
+            del fields[name]
 
 
 def model_of(body: dict[str, Any]) -> str:

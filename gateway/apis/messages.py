@@ -13,13 +13,35 @@ from msgspec import Meta
 from contracts import errors
 from contracts.messages.frames import ErrorData
 from gateway.apis.api import Api, ValidBody
-from gateway.apis.fields import Positive, Temperature, Text, TopK, TopP, converted, make_greedy, refuse, travelling
+from gateway.apis.fields import (
+    Positive,
+    Temperature,
+    Text,
+    TopK,
+    TopP,
+    converted,
+    leave_out,
+    make_greedy,
+    refuse,
+    travelling,
+)
 from gateway.apis.response_format import ResponseFormat, named_event
 from gateway.apis.sampling import Stops
 from gateway.apis.structured_outputs import ComplexityLimit, check_schema, check_tools
 
 BILLING_HEADER = "x-anthropic-billing-header"
 """Claude Code's first system text, which vLLM leaves out."""
+
+
+_TRACES = (
+    "tool_reference",
+    "server_tool_use",
+    "web_search_tool_result",
+    "web_fetch_tool_result",
+    "code_execution_tool_result",
+    "tool_search_tool_result",
+    "container_upload",
+)
 
 
 class TextBlock(msgspec.Struct):
@@ -113,6 +135,9 @@ class MessagesBody(CountBody, kw_only=True):
 
 
 def _valid(fields: dict[str, Any], kind: type[CountBody]) -> ValidBody:
+    leave_out(fields, "tools", lambda kind: isinstance(kind, str) and kind != "custom")
+    if isinstance(messages := fields.get("messages"), list):
+        fields["messages"] = list(map(_without_traces, messages))
     body = converted(fields, kind)
     max_tokens = body.max_tokens if isinstance(body, MessagesBody) else None
     make_greedy(body)
@@ -123,7 +148,7 @@ def _valid(fields: dict[str, Any], kind: type[CountBody]) -> ValidBody:
     choice, complexity = body.tool_choice, ComplexityLimit()
     named = choice.name or "" if choice is not None and choice.type == "tool" else None
     mode = choice.type if choice is not None and named is None else None
-    tools = [(tool.name, tool.input_schema) for tool in body.tools or ()]
+    tools = [(tool.name, tool.input_schema, tool.strict) for tool in body.tools or ()]
     check_tools("tools[{}].input_schema", tools, mode, named, complexity)
     if body.output_config is not None and body.output_config.format is not None:
         check_schema("output_config.format.schema", body.output_config.format.schema, complexity)
@@ -139,6 +164,25 @@ def _valid(fields: dict[str, Any], kind: type[CountBody]) -> ValidBody:
         choices=1,
         max_output_tokens=max_tokens,
     )
+
+
+def _without_traces(message: Any) -> Any:
+    """The message without blocks that hold no text: what a vendor's server did, and references to tools."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    blocks = [block for block in message["content"] if not _is_trace(block)]
+    return message | {"content": [_with_texts(block) for block in blocks]}
+
+
+def _with_texts(block: Any) -> Any:
+    """The same for the result of a tool."""
+    if isinstance(block, dict) and block.get("type") == "tool_result" and isinstance(block.get("content"), list):
+        return block | {"content": [part for part in block["content"] if not _is_trace(part)]}
+    return block
+
+
+def _is_trace(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") in _TRACES
 
 
 def _check_block(where: str, role: str, block: ContentBlock) -> None:

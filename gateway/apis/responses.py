@@ -5,6 +5,7 @@ vLLM answers it; nothing is translated on the way. ``chat`` repeats what vLLM 0.
 Nothing is kept between requests: what asks for that is refused, but for ``store``, which clients send by habit.
 """
 
+import json
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -13,7 +14,7 @@ from msgspec import Meta
 from contracts.messages.frames import ErrorData
 from contracts.messages.records import Manifest
 from gateway.apis.api import Api, ValidBody
-from gateway.apis.fields import Positive, Text, check_parts, converted, refuse, refuse_fields, travelling
+from gateway.apis.fields import Positive, Text, check_parts, converted, leave_out, refuse, refuse_fields, travelling
 from gateway.apis.json_limits import check_text
 from gateway.apis.response_format import Error, ResponseFormat, named_event, openai_error, openai_error_body
 from gateway.apis.sampling import Effort, LogprobCount, Sampling
@@ -25,6 +26,16 @@ _STATEFUL = {
     "conversation": "Conversations are not kept: send them in 'input'.",
     "prompt": "Stored prompts are not offered: send 'instructions' and 'input'.",
 }
+
+
+_HOSTED_CALLS = (
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+    "mcp_list_tools",
+)
+"""Items of a history that hold no text of the conversation: what a vendor's server did meanwhile."""
 
 
 class ResponsesPart(msgspec.Struct):
@@ -106,6 +117,10 @@ class ResponsesBody(Sampling, kw_only=True):
 
 def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> ValidBody:
     refuse_fields(fields, _STATEFUL)
+    leave_out(fields, "tools", lambda kind: isinstance(kind, str) and kind != "function")
+    leave_out(fields, "input", lambda kind: isinstance(kind, str) and kind in _HOSTED_CALLS)
+    if isinstance(items := fields.get("input"), list):
+        fields["input"] = list(map(_as_function_call, items))
     body, complexity = converted(fields, ResponsesBody), ComplexityLimit()
     body.check(vocabulary, complexity)
     if isinstance(body.input, list):
@@ -118,12 +133,23 @@ def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> Valid
         check_schema("text.format.schema", form.schema, complexity)
     choice = body.tool_choice
     mode, named = (None, choice.name) if isinstance(choice, ResponsesToolChoice) else (choice, None)
-    tools = [(tool.name, tool.parameters) for tool in body.tools or ()]
+    tools = [(tool.name, tool.parameters, tool.strict) for tool in body.tools or ()]
     check_tools("tools[{}].parameters", tools, mode, named, complexity)
     left_out = {"max_output_tokens"} if body.tools else {"max_output_tokens", "tool_choice", "parallel_tool_calls"}
     return ValidBody(
         fields=travelling(body, left_out), stream=bool(body.stream), choices=1, max_output_tokens=body.max_output_tokens
     )
+
+
+def _as_function_call(item: Any) -> Any:
+    """A free-form tool's call or output as vLLM writes those: a function of one text, ``input``."""
+    kind = item.get("type") if isinstance(item, dict) else None
+    if kind == "custom_tool_call_output":
+        return item | {"type": "function_call_output"}
+    if kind == "custom_tool_call" and isinstance(item.get("input"), str):
+        arguments = json.dumps({"input": item["input"]}, ensure_ascii=False)
+        return item | {"type": "function_call", "arguments": arguments}
+    return item
 
 
 def _check_item(where: str, item: InputItem) -> None:

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.apis.fields import Text, refuse
+from gateway.apis.schema_keywords import check_kept
 
 PROPERTIES_MAX = 1000
 OPTIONAL_MAX = 200
@@ -193,26 +194,27 @@ def _check_tag(where: str, tag: Any, complexity: ComplexityLimit) -> None:
 
 def check_tools(
     where: str,
-    tools: Sequence[tuple[str, dict[str, Any] | None]],
+    tools: Sequence[tuple[str, dict[str, Any] | None, bool | None]],
     mode: str | None,
     named: str | None,
     complexity: ComplexityLimit,
 ) -> None:
-    """``tools``: name and schema of each; ``where`` is the schema's place, with ``{}`` for the tool's number.
+    """``tools``: name, schema, strictness; ``where`` is the schema's place, with ``{}`` for the tool's number.
 
     The choice among them is a ``mode``, or the name of a function.
 
-    Unless no call is wanted the schemas of all tools are compiled, also of those that are not strict and where the
-    model may choose: our workers have vLLM bind arguments to them (``tool_strict_level``). 300 optional properties
-    cost 6 s before the first token (measured).
+    Bounds count where something is compiled: a call that must be made obeys its schema, one that the model may make
+    does where the tool is strict. 300 optional properties cost 6 s before the first token (measured).
     """
     if named is not None:
-        if named not in [name for name, _ in tools]:
+        if named not in [name for name, _, _ in tools]:
             refuse("tool_choice", "'tool_choice' names a function that is not among 'tools'.")
     elif not tools and mode not in (None, "none", "auto"):
         refuse("tool_choice", "'tool_choice' needs 'tools'.")
-    for number, (_, schema) in enumerate(tools if mode != "none" else ()):
-        check_schema(where.format(number), schema or {}, complexity)
+    forced = named is not None or mode in ("required", "any")
+    for number, (name, schema, strict) in enumerate(tools if mode != "none" else ()):
+        if named in (None, name) and (forced or strict):
+            check_schema(where.format(number), schema or {}, complexity)
 
 
 _TYPES = {"string", "number", "integer", "boolean", "null", "array", "object"}
@@ -224,6 +226,7 @@ _REPEATS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minPropertie
 
 def check_schema(where: str, schema: Any, complexity: ComplexityLimit) -> None:
     """Raises HeadraceError that names the place in ``schema`` which is no JSON schema, or is too large to compile."""
+    kept: list[tuple[str, dict[str, Any], bool]] = []
     waiting = [(where, schema)]
     while waiting:
         at, node = waiting.pop()
@@ -234,6 +237,7 @@ def check_schema(where: str, schema: Any, complexity: ComplexityLimit) -> None:
         _check_keywords(at, node, complexity)
         if (reference := node.get("$ref")) is not None and not _resolves(reference, schema):
             refuse(f"{at}.$ref", "This refers to nothing inside the schema ('#', or '#/$defs/...').")
+        kept.append((at, node, at.endswith(".propertyNames")))
         for name in _SCHEMA:
             if name in node:
                 waiting.append((f"{at}.{name}", node[name]))
@@ -250,6 +254,8 @@ def check_schema(where: str, schema: Any, complexity: ComplexityLimit) -> None:
                     refuse(f"{at}.{name}", "This is an object of schemas by name.")
                 complexity.take(f"{at}.{name}", "characters in names and values", sum(map(len, named)))
                 waiting += [(f"{at}.{name}.{key[:64]}", value) for key, value in named.items()]
+    for at, node, names in kept:  # By now every part is well-formed, and every reference leads somewhere.
+        check_kept(at, node, lambda reference: _resolved(reference, schema), names=names)
 
 
 def _check_keywords(at: str, node: dict[str, Any], complexity: ComplexityLimit) -> None:
@@ -291,8 +297,13 @@ def _is_whole(value: object) -> bool:
 
 
 def _resolves(reference: object, schema: Any) -> bool:
+    return _resolved(reference, schema) is not None
+
+
+def _resolved(reference: object, schema: Any) -> Any:
+    """What a reference leads to; None for nothing."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-        return False
+        return None
     node = schema
     for step in reference.split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
@@ -301,5 +312,5 @@ def _resolves(reference: object, schema: Any) -> bool:
         elif isinstance(node, list) and name.isdecimal() and name.isascii() and int(name[:9]) < len(node):
             node = node[int(name[:9])]
         else:
-            return False
-    return True
+            return None
+    return node

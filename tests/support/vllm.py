@@ -48,7 +48,8 @@ class Direct:
 
     def __init__(self, model_path: Path, log: Path) -> None:
         port = free_port()
-        config = WorkerConfig(model=models.DEFAULT_MODEL)
+        # Its calls obey their schemas at this level alone; a worker holds those that are forced to them at any.
+        config = WorkerConfig(model=models.DEFAULT_MODEL, vllm_engine_args={"tool_strict_level": "parameter"})
         manifest = Manifest(
             name=models.DEFAULT_MODEL,
             version="v1",

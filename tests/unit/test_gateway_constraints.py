@@ -13,6 +13,7 @@ from contracts.messages.records import Manifest
 from gateway.apis import json_limits
 from gateway.apis.api import ValidBody
 from gateway.apis.table import APIS
+from tests.support.schemas import BROKEN, KEPT
 
 MANIFEST = Manifest(name="m", version="1", engine="vllm", context=4096, default_output_tokens=16)
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -106,22 +107,27 @@ def test_what_no_engine_can_compile_in_time_is_refused_by_its_place(schema: dict
     assert refused(**form(schema)) == SCHEMA + place
     assert refused(structured_outputs={"json": schema}) == f"structured_outputs.json{place}"
     assert refused(structured_outputs={"json": json.dumps(schema)}) == f"structured_outputs.json{place}"
-    assert refused(tools=tool(schema)) == f"tools[0].function.parameters{place}"
-    check(tools=tool(schema), tool_choice="none")  # Nothing is compiled then.
+    assert refused(tools=tool(schema), tool_choice="required") == f"tools[0].function.parameters{place}"
+    check(tools=tool(schema), tool_choice="none")  # Nothing is compiled then, nor where nobody asked for strictness.
+    check(tools=tool(schema))
     tools = [{"type": "function", "name": "f", "parameters": schema}]
-    assert refused("responses", input="x", tools=tools) == f"tools[0].parameters{place}"
+    assert refused("responses", input="x", tools=tools, tool_choice="required") == f"tools[0].parameters{place}"
     text = {"format": {"type": "json_schema", "name": "s", "schema": schema}}
     assert refused("responses", input="x", text=text) == f"text.format.schema{place}"
     tools = [{"name": "f", "input_schema": schema}]
-    assert refused("messages", max_tokens=5, tools=tools) == f"tools[0].input_schema{place}"
+    assert (
+        refused("messages", max_tokens=5, tools=tools, tool_choice={"type": "any"}) == f"tools[0].input_schema{place}"
+    )
     config = {"format": {"type": "json_schema", "schema": schema}}
     assert refused("messages", max_tokens=5, output_config=config) == f"output_config.format.schema{place}"
 
 
 def test_all_schemas_of_a_request_share_the_bounds() -> None:
     schema = properties(600, required=True)
-    assert refused(tools=tool(schema) + tool(schema)) == "tools[1].function.parameters.properties"
-    assert refused(tools=tool(schema), **form(schema)) == f"{SCHEMA}.properties"
+    assert (
+        refused(tools=tool(schema) + tool(schema), tool_choice="required") == "tools[1].function.parameters.properties"
+    )
+    assert refused(tools=tool(schema), tool_choice="required", **form(schema)) == f"{SCHEMA}.properties"
     assert refused(structured_outputs={"json": {"allOf": [{"pattern": "a" * 1000}] * 9}}).endswith(".pattern")
 
 
@@ -226,7 +232,7 @@ for _text in (MANY.replace('"', ""), NESTED):
         ("chat/completions", {"structured_outputs": {"json": json.dumps(_schema)}}, "structured_outputs.json"),
         (
             "chat/completions",
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": _schema}}]},
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": _schema}}]},
             "tools[0]",
         ),
         (
@@ -234,7 +240,7 @@ for _text in (MANY.replace('"', ""), NESTED):
             {"input": "hi", "text": {"format": {"type": "json_schema", "name": "x", "schema": _schema}}},
             "text.format",
         ),
-        ("messages", {"max_tokens": 5, "tools": [{"name": "f", "input_schema": _schema}]}, "tools[0]"),
+        ("messages", {"max_tokens": 5, "tools": [{"name": "f", "strict": True, "input_schema": _schema}]}, "tools[0]"),
         ("messages", {"max_tokens": 5, "output_config": {"format": {"schema": _schema}}}, "output_config"),
     ]
 
@@ -299,3 +305,147 @@ def test_vllms_own_fields_travel() -> None:
     valid = check(**own)
     assert own.items() <= valid.fields.items()
     assert valid.least_output_tokens == 300
+
+
+# Keywords that no answer would be held to -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("schema", "keyword", "_"), BROKEN)
+def test_d12_a_keyword_that_is_not_kept_is_refused_by_name(schema: dict[str, Any], keyword: str, _: Any) -> None:
+    assert refused(**form(schema)) == f"{SCHEMA}.{keyword}"
+    inside = {"type": "object", "properties": {"x": schema | {"$defs": {}}}} if "$ref" not in schema else schema
+    assert refused(tools=tool(inside), tool_choice="required").endswith(f".{keyword}")
+    strict = [{"type": "function", "name": "f", "strict": True, "parameters": inside}]
+    assert refused("responses", input="x", tools=strict).endswith(f".{keyword}")
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    assert refused("messages", max_tokens=5, output_config=config).endswith(f".{keyword}")
+
+
+@pytest.mark.parametrize("schema", KEPT)
+def test_d12_what_is_kept_passes(schema: dict[str, Any]) -> None:
+    check(**form(schema))
+
+
+def test_d29_a_big_tool_belt_passes_where_nobody_asks_for_strictness() -> None:
+    names = {f"p{number}": {"type": "string", "uniqueItems": True} for number in range(10)}
+    belt = tool({"type": "object", "properties": names}) * 128
+    choices: list[Any] = [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}]
+    for choice in choices:
+        assert len(check(tools=belt, **choice).fields["tools"]) == 128
+    assert refused(tools=belt, tool_choice="required")
+
+
+S = {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "param"),
+    [
+        ("chat/completions", {"response_format": {"type": "json_object", "schema": S}}, "response_format.schema"),
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_object", "json_schema": {"name": "x", "schema": S}}},
+            "response_format.json_schema",
+        ),
+        *(
+            (endpoint, {name: "x"}, name)
+            for endpoint in ("chat/completions", "completions", "responses", "messages")
+            for name in ("json_schema", "format", "grammar", "regex", "ebnf", "output_format")
+        ),
+        ("chat/completions", {"extra_body": {"structured_outputs": {"json": S}}}, "extra_body"),
+        ("chat/completions", {"nvext": {"guided_json": S}}, "nvext.guided_json"),
+        ("chat/completions", {"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ("chat/completions", {"output_config": {"format": {}}}, "output_config.format"),
+        ("completions", {"add_special_tokens": False}, "add_special_tokens"),
+        ("chat/completions", {"add_special_tokens": True}, "add_special_tokens"),
+        ("responses", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("responses", {"guided_json": S}, "guided_json"),
+        ("messages", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("messages", {"structured_outputs": {"json": S}}, "structured_outputs"),
+    ],
+)
+def test_d13_a_constraint_in_another_dialect_is_named(endpoint: Endpoint, fields: dict[str, Any], param: str) -> None:
+    start: dict[str, dict[str, Any]] = {
+        "responses": {"input": "x"},
+        "messages": {"max_tokens": 5},
+        "completions": {"prompt": "x"},
+    }
+    assert refused(endpoint, **start.get(endpoint, {}), **fields) == param
+
+
+def test_d13_what_is_harmless_stays_ignored() -> None:
+    harmless: dict[str, Any] = {
+        "foo": 1,
+        "text": {"verbosity": "low"},
+        "nvext": {"annotations": []},
+        "extra_body": {},
+        "add_special_tokens": False,
+    }
+    assert check(**harmless).fields.keys().isdisjoint(harmless)
+    check(response_format={"type": "json_object"})
+
+
+# Agents ----------------------------------------------------------------------------------------------------
+
+FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+HOSTED: list[dict[str, Any]] = [
+    {"type": "web_search"},
+    {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
+    {"type": "namespace", "name": "n", "tools": []},
+]
+
+
+def test_d06_a_coding_agents_request_is_taken() -> None:
+    history = [
+        {"type": "message", "role": "user", "content": "hi"},
+        {"type": "reasoning", "summary": [], "encrypted_content": None},
+        {"type": "web_search_call", "id": "w", "status": "completed"},
+        {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": 'a "b" ü'},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
+    ]
+    agents = {
+        "include": ["reasoning.encrypted_content"],
+        "text": {"verbosity": "low"},
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "tools": [FUNCTION, *HOSTED],
+    }
+    fields = check("responses", input=history, tool_choice="auto", **agents).fields
+    assert [tool["name"] for tool in fields["tools"]] == ["f"]
+    call, output = fields["input"][2:]
+    assert json.loads(call["arguments"]) == {"input": 'a "b" ü'}
+    assert (call["type"], output["type"], output["output"]) == ("function_call", "function_call_output", "done")
+    forced: list[Any] = [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}]
+    for choice in forced:
+        assert refused("responses", input="x", tool_choice=choice, **agents).startswith("tool_choice")
+    assert refused("responses", input="x", tools=HOSTED, tool_choice="required") == "tool_choice"
+    assert refused("responses", input=[], **agents) == "input"
+    assert "tools" not in check(tools=[{"type": "custom", "custom": {"name": "x"}}]).fields
+
+
+def test_d07_what_an_agents_release_adds_is_left_out() -> None:
+    texts: list[Any] = [{"type": "text", "text": "a"}, {"type": "tool_reference", "tool_name": "t"}]
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
+    results = [
+        {"type": "tool_result", "tool_use_id": "u1", "content": texts},
+        {"type": "tool_result", "tool_use_id": "u2", "is_error": True},
+    ]
+    tools = [
+        {"name": "t", "input_schema": {"type": "object"}, "cache_control": {}, "defer_loading": True},
+        {"type": "web_search_20250305", "name": "web_search"},
+    ]
+    ask: dict[str, Any] = {
+        "max_tokens": 5,
+        "system": [{"type": "text", "text": "A", "cache_control": {"type": "ephemeral", "scope": "global"}}],
+        "context_management": {"edits": []},
+        "thinking": {"type": "adaptive"},
+        "output_config": {"effort": "medium"},
+        "tools": tools,
+        "messages": [{"role": "user", "content": results}],
+    }
+    fields = check("messages", **ask).fields
+    assert fields["tools"] == [{"name": "t", "input_schema": {"type": "object"}}]
+    first, second = fields["messages"][0]["content"]
+    assert first["content"] == texts[:1] and "content" not in second
+    assert refused("messages", **ask | {"tool_choice": {"type": "tool", "name": "web_search"}}) == "tool_choice"
+    for content in ([image], [{"type": "tool_result", "tool_use_id": "u", "content": [image]}]):
+        assert refused("messages", **ask | {"messages": [{"role": "user", "content": content}]}).endswith(".type")

@@ -52,8 +52,6 @@ def engine_arguments(config: WorkerConfig, manifest: Manifest) -> list[str]:
             "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
             "enable_auto_tool_choice": True,
             "tool_call_parser": "hermes",
-            # With "auto" the arguments of tools that are not strict would be free text.
-            "tool_strict_level": "parameter",
         }
     if config.vllm_gpu_memory_utilization is None:
         arguments |= {

@@ -26,8 +26,11 @@ from vllm.entrypoints.openai.chat_completion import serving as chat
 from vllm.entrypoints.openai.responses import serving as responses
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.parser import abstract_parser
 from vllm.reasoning import ReasoningParser, ReasoningParserManager
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.tool_parsers import structural_tag_registry
+from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
@@ -45,6 +48,7 @@ from worker.engines.vllm.translation import constraint_refusal, refusal
 
 _completion_tokens_details = chat._make_completion_tokens_details
 _OutputTokensDetails = responses.OutputTokensDetails
+_resolve_tool_strictness = structural_tag_registry.resolve_tool_strictness
 
 SHUTDOWN_TIMEOUT_S = 5
 """How long vLLM may take to end its processes before they are killed."""
@@ -379,6 +383,17 @@ def _note_usage() -> None:
     responses.OutputTokensDetails = noting(_OutputTokensDetails)
 
 
+def _hold_forced_calls(resolve: Callable[..., Any]) -> Callable[[Any, Any, ToolStrictLevel], Any]:
+    """Whoever forces a call gets arguments that obey the tool's schema; where the model may choose, a tool's
+    ``strict`` says so. vLLM has one level for both (``--tool-strict-level``), and at "auto" forced calls are free text.
+    """
+
+    def resolved(tools: Any, tool_choice: Any, strict_level: ToolStrictLevel) -> Any:
+        return resolve(tools, tool_choice, strict_level if tool_choice == "auto" else ToolStrictLevel.PARAMETER)
+
+    return resolved
+
+
 def start_vllm(command_line: list[str], task: str) -> Parts:
     """Start vLLM with these arguments to ``generate`` or ``embed``; raises when it does not start."""
     try:
@@ -387,6 +402,8 @@ def start_vllm(command_line: list[str], task: str) -> Parts:
         raise ValueError(f"vLLM refuses these arguments: {command_line}") from refusal
     validate_parsed_serve_args(args)
     _note_usage()
+    structural_tag_registry.resolve_tool_strictness = _hold_forced_calls(_resolve_tool_strictness)
+    abstract_parser.resolve_tool_strictness = structural_tag_registry.resolve_tool_strictness
     # Engine processes import vLLM themselves, without this: there the original runs.
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
     level = logging.root.level
