@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from prometheus_client import REGISTRY
 
 from contracts import subjects
 from contracts.messages.request import Reply, RequestEnvelope, SubmitAnswer, SubmitRequest
@@ -45,6 +46,7 @@ async def test_what_is_new_is_refused_unread_what_runs_ends_whole_and_then_it_ta
     async with world.client.stream("POST", CHAT, json=BASE | {"stream": True}) as running:
         await until(lambda: len(world.stored) == 1)
         stand_still()
+        shed = REGISTRY.get_sample_value("headrace_shed_total") or 0
         await until(lambda: world.gateway.not_ready() == "more to do than it can")
         refused = await world.client.post(CHAT, content=b"no JSON, and nobody looks")
         error = error_of(refused)
@@ -56,6 +58,7 @@ async def test_what_is_new_is_refused_unread_what_runs_ends_whole_and_then_it_ta
         told = await submitted(world)
         assert (told.admitted, told.status, told.error and told.error.retry_after_s) == (False, 529, 1)
         assert len(world.admissions) == 1, "nobody was asked"
+        assert REGISTRY.get_sample_value("headrace_shed_total") == shed + 2
         await until(lambda: not world.gateway.not_ready(), "it recovers by itself")
         release.set()
         events = events_of((await running.aread()).decode())
