@@ -228,6 +228,13 @@ class UnnamedCore(Core):
         return self.recovering or super().is_named(request)
 
 
+class ForgettingCore(Core):
+    """Lets a key name another request as soon as its own has ended: who got no answer runs it again."""
+
+    def key_ended(self, event: AttemptEvent) -> None:
+        super().key_ended(msgspec.structs.replace(event, withdrawn=True))
+
+
 class SelfishCore(Core):
     """Ends a request for all its readers when the first of them leaves."""
 

@@ -90,6 +90,7 @@ BROKEN: dict[str, tuple[Parts, Scenario, set[str]]] = {
     "epochless": (Parts(work_id=mutants.work_id_without_epoch), LATE_WORK, {"what is dispatched reaches its worker"}),
     "keyless": (Parts(core=mutants.KeylessCore), UNHEARD, {"a key is run once", "at most one billable attempt"}),
     "unnamed": (Parts(core=mutants.UnnamedCore), UNHEARD, {"a key is run once", "at most one billable attempt"}),
+    "forgetting": (Parts(core=mutants.ForgettingCore), UNHEARD, {"a key is run once", "at most one billable attempt"}),
     "selfish": (Parts(core=mutants.SelfishCore), UNHEARD, {"no request fails in vain"}),
 }
 """A broken part, the scenario in which it is found, and the rules that it breaks."""

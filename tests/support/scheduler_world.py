@@ -92,6 +92,8 @@ class World:
         self.now = 1_000_000
         self.limits = limits or {}
         self.requests: dict[int, RequestEnvelope] = {}
+        self.bodies: set[str] = set()
+        """Requests whose body BODIES holds."""
         self.stored_at: dict[int, int] = {}
         """When REQUESTS stored what, by sequence."""
         self.work: dict[int, WorkItem] = {}
@@ -235,6 +237,9 @@ class World:
                 self.quarantined[effect.envelope.request_id] = effect
                 self.pending.append(lambda: self.requests.pop(effect.request_seq, None))
                 self.pending.append(lambda: self.work.pop(effect.work_seq, None))
+                self.pending.append(lambda: self.bodies.discard(effect.envelope.request_id))
+            case events.DeleteBody(request_id, _):
+                self.pending.append(lambda: self.bodies.discard(request_id))
             case events.StoreTerminal(event):
                 core = self.core
                 self.pending.append(lambda: self.store_attempt(self.as_pulled(core, event)))
@@ -499,9 +504,12 @@ class World:
             reply=Reply(subject="reply.v1.x", stream=asked.reader or request_id),
             stream_owner=asked.stream_owner,
             idempotency=asked.idempotency,
+            body_bytes=asked.body_bytes,
             body_hash=asked.body_hash,
         )
         self.stored_at[self.seq] = self.now
+        if asked.body_bytes:
+            self.bodies.add(request_id)
         self.feed(events.RequestStored(self.requests[self.seq], self.seq, self.now))
         return self.seq
 
