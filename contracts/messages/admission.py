@@ -19,15 +19,26 @@ class AdmissionRequest(RequestDemand, frozen=True, kw_only=True):
     """Only join what runs or ran under the idempotency key here; nothing new is admitted (``not_found``)."""
 
 
-class RateLimits(Message, frozen=True, kw_only=True):
-    """State of the tenant's buckets after a decision, for OpenAI's ``x-ratelimit-*`` headers. None: no limit."""
+class RateLimit(Message, frozen=True, kw_only=True):
+    """One of the tenant's token buckets: what a minute gives, what is left, and after how long it is full again."""
 
-    limit_requests: int | None = None
-    remaining_requests: int | None = None
-    reset_requests_ms: int = 0
-    limit_tokens: int | None = None
-    remaining_tokens: int | None = None
-    reset_tokens_ms: int = 0
+    limit: int
+    remaining: int
+    reset_ms: int
+
+
+class RateLimits(Message, frozen=True, kw_only=True):
+    """The tenant's buckets after a decision, for the headers of the answer. None: no limit."""
+
+    requests: RateLimit | None = None
+    input_tokens: RateLimit | None = None
+    output_tokens: RateLimit | None = None
+
+    @property
+    def tokens(self) -> RateLimit | None:
+        """Of both token buckets the one with less left."""
+        both = [limit for limit in (self.input_tokens, self.output_tokens) if limit is not None]
+        return min(both, key=lambda bucket: bucket.remaining / bucket.limit if bucket.limit else 0.0, default=None)
 
 
 class AdmissionAnswer(Message, frozen=True, kw_only=True):

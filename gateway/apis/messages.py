@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from contracts import errors
 from contracts.messages.frames import ErrorData
+from gateway.apis import rate_limit_headers
 from gateway.apis.api import Api, ValidBody
 from gateway.apis.fields import (
     Positive,
@@ -315,6 +316,7 @@ FORMAT = ResponseFormat(
     error=AnthropicError,
     error_body=_error_body,
     error_event=_error_event,
+    limit_headers=rate_limit_headers.anthropic,
     request_id_header=b"request-id",
 )
 

@@ -7,7 +7,9 @@ import msgspec
 from msgspec import Meta
 
 from contracts import errors
+from contracts.messages.admission import RateLimits
 from contracts.messages.frames import ErrorData
+from gateway.apis import rate_limit_headers
 
 Json = dict[str, Any]
 
@@ -32,6 +34,8 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The last event of a stream that failed; of the error, request id, attempt and number of events before it."""
     error: type[msgspec.Struct]
     """The error body, for the OpenAPI document."""
+    limit_headers: Callable[[RateLimits, int], rate_limit_headers.Headers] = rate_limit_headers.openai
+    """How the tenant's rate limits read at an instant (Unix ms)."""
     request_id_header: bytes = b""
     """The API's own name for ``x-request-id``, sent beside it."""
 

@@ -12,17 +12,20 @@ from starlette.types import Receive, Scope, Send
 
 from contracts.errors import HeadraceError
 from gateway import metrics
+from gateway.apis import rate_limit_headers
 from gateway.http.caller import CallerLeft
 from gateway.http.exchange import Exchange, Headers
 
 _log = structlog.get_logger()
 
-_EXPOSED = (
-    b"x-headrace-model, x-headrace-choice, "
-    b"x-request-id, x-client-request-id, idempotent-replayed, retry-after, x-should-retry, "
-    b"x-ratelimit-limit-requests, x-ratelimit-remaining-requests, "
-    b"x-ratelimit-reset-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
-)
+_RATE_LIMITS = [*rate_limit_headers.OPENAI.values(), *rate_limit_headers.ANTHROPIC.values()]
+_EXPOSED = ", ".join(
+    [
+        "x-headrace-model, x-headrace-choice, x-request-id, x-client-request-id",
+        "idempotent-replayed, retry-after, x-should-retry",
+        *(name for names in _RATE_LIMITS for name in names),
+    ]
+).encode()
 _PREFLIGHT_S = b"7200"
 _HSTS = (b"strict-transport-security", b"max-age=31536000")
 """A year, as browsers' preload lists ask for."""

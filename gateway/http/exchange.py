@@ -4,12 +4,15 @@ Pure ASGI: nothing here stands between a streaming response and the caller's dis
 """
 
 import time
+from collections.abc import Callable
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from contracts import errors, ids
+from contracts.clock import now_ms
 from contracts.errors import HeadraceError
+from contracts.messages.admission import RateLimits
 from contracts.traceparent import checked
 from gateway import metrics
 from gateway.apis.response_format import one_line
@@ -41,6 +44,8 @@ class Exchange:
         """How long the body was waited for."""
         self.tenant = ""
         """The caller's, once it is known."""
+        self.rate_limits: Callable[[], RateLimits] | None = None
+        """Gives the limits that the answer's headers tell of; None for a caller that is not known, or has none."""
         self.status = 0
         """0 until the answer has begun."""
         self.answer_headers: Headers = [(b"x-request-id", self.request_id.encode())]
@@ -64,7 +69,8 @@ class Exchange:
             if self.status:
                 return  # An error handler behind an answer that has begun.
             self.status = message["status"]
-            message = {**message, "headers": [*message.get("headers", ()), *self.answer_headers]}
+            limits = () if self.rate_limits is None else self.format.limit_headers(self.rate_limits(), now_ms())
+            message = {**message, "headers": [*message.get("headers", ()), *self.answer_headers, *limits]}
         await self._send(message)
 
     @property

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from starlette.types import Receive, Scope, Send
 
 from contracts.errors import HeadraceError
-from contracts.messages.admission import DEADLINE_MS_MAX, RateLimits
+from contracts.messages.admission import DEADLINE_MS_MAX
 from contracts.messages.records import PRICE_TIERS, PriceTier
 from contracts.messages.request import Reply
 from contracts.workload import scope
@@ -72,7 +72,7 @@ class Inference:
         except HeadraceError as error:
             log.refused(error)
             if not exchange.status:
-                await exchange.fail(error, _limit_headers(log.limits), status=log.status)
+                await exchange.fail(error, status=log.status)
         except CallerLeft:
             log.outcome = "cancelled"
         except asyncio.CancelledError:
@@ -95,6 +95,7 @@ class Inference:
         identity = self._directory.authenticate(headers, exchange.address, "inference")
         exchange.tenant = identity.tenant.name
         log.tenant, log.key_id = identity.tenant.name, identity.key_id
+        exchange.rate_limits = lambda: log.limits or self._intake.rate_limits(identity.tenant, log.model)
         context = RequestContext(
             request_id=exchange.request_id,
             identity=identity,
@@ -231,8 +232,8 @@ def _idempotency_key(headers: Headers) -> str:
 
 
 def _answer_headers(log: RequestLog) -> Headers:
-    """Which version of which model answers, why where that had to be chosen, and the state of limits."""
-    headers = _limit_headers(log.limits)
+    """Which version of which model answers, and why where that had to be chosen."""
+    headers: Headers = []
     if log.envelope is not None and log.version:
         headers.append((b"x-headrace-model", _header_text(f"{log.envelope.model}@{log.version}")))
         if log.envelope.choice_reason:
@@ -243,30 +244,3 @@ def _answer_headers(log: RequestLog) -> Headers:
 def _header_text(text: str) -> bytes:
     """Names may hold any character; a header only these (percent-encoded, as in a URL)."""
     return quote(text, safe=" @;:,./+=~!$'()*&").encode()
-
-
-def _limit_headers(limits: RateLimits | None) -> Headers:
-    """OpenAI's x-ratelimit headers, for those limits that there are."""
-    if limits is None:
-        return []
-    headers: Headers = []
-    for kind, limit, remaining, reset_ms in (
-        (b"requests", limits.limit_requests, limits.remaining_requests, limits.reset_requests_ms),
-        (b"tokens", limits.limit_tokens, limits.remaining_tokens, limits.reset_tokens_ms),
-    ):
-        if limit is not None:
-            headers += [
-                (b"x-ratelimit-limit-" + kind, b"%d" % limit),
-                (b"x-ratelimit-remaining-" + kind, b"%d" % max(0, remaining or 0)),
-                (b"x-ratelimit-reset-" + kind, _span(reset_ms)),
-            ]
-    return headers
-
-
-def _span(milliseconds: int) -> bytes:
-    """As OpenAI writes spans: 12ms, 1.5s, 6m0s."""
-    if milliseconds < 1000:
-        return b"%dms" % max(0, milliseconds)
-    minutes, rest = divmod(milliseconds, 60_000)
-    seconds = f"{rest / 1000:g}s"
-    return (f"{minutes}m{seconds}" if minutes else seconds).encode()

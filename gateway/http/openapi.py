@@ -18,8 +18,9 @@ from contracts import errors
 from contracts.messages.admission import DEADLINE_MS_MAX
 from contracts.messages.base import IDEMPOTENCY_KEY_MAX
 from contracts.messages.records import PRICE_TIERS
+from gateway.apis import rate_limit_headers
 from gateway.apis.api import Api
-from gateway.apis.response_format import OPENAI
+from gateway.apis.response_format import OPENAI, ResponseFormat
 from gateway.apis.table import APIS, format_of
 from gateway.http.typed import TypedRoute, operation_id
 
@@ -30,7 +31,7 @@ PUBLIC = "Service"
 ALWAYS = (400, 408, 431, 500)
 """A request that is no HTTP, headers that are too slow or too large, a bug."""
 BODY = (413, 415, 429, 529)
-INFERENCE = (*BODY, 401, 404, 409, 422, 499, 502, 503, 504)
+INFERENCE = (*BODY, 401, 403, 404, 409, 422, 499, 502, 503, 504)
 
 Schema = dict[str, Any]
 
@@ -86,17 +87,21 @@ _HEADERS: Schema = {
         "description": "The same request, asked again, is not answered either; the official SDKs obey it.",
     },
     **{
-        f"x-ratelimit-{what}-{kind}": {"schema": schema, "description": text}
-        for kind in ("requests", "tokens")
-        for what, schema, text in (
-            ("limit", {"type": "integer"}, f"The tenant's limit of {kind} a minute."),
-            ("remaining", {"type": "integer"}, "What is left of it."),
-            ("reset", _TEXT, "Span after which it is whole again, such as `1m30s`."),
+        name: {"schema": schema, "description": text.format(kind=kind.replace("-", " "))}
+        for names_by_kind, reset in (
+            (rate_limit_headers.OPENAI, "Span after which it is whole again, such as `1m30s`."),
+            (rate_limit_headers.ANTHROPIC, "Instant at which it is whole again, in RFC 3339."),
+        )
+        for kind, names in names_by_kind.items()
+        for name, schema, text in zip(
+            names,
+            ({"type": "integer"}, {"type": "integer"}, _TEXT),
+            ("The tenant's limit of {kind} a minute.", "What is left of it.", reset),
+            strict=True,
         )
     },
 }
 _CHOICE = ["x-headrace-model", "x-headrace-choice"]
-_RATE_LIMITS = [name for name in _HEADERS if name.startswith("x-ratelimit")]
 _SECURITY: Schema = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, `hr_...`."},
     "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same key."},
@@ -186,8 +191,8 @@ def _inference(api: Api, schemas: _Schemas) -> Schema:
         "summary": api.summary,
         "parameters": [_DEADLINE, _IDEMPOTENCY, _CEILING],
         "requestBody": {"required": True, "content": schemas.content(api.body)},
-        "responses": {"200": _success(content, [*_CHOICE, "idempotent-replayed", *_RATE_LIMITS])}
-        | _refusals(api.path, INFERENCE, schemas, _RATE_LIMITS),
+        "responses": {"200": _success(content, [*_CHOICE, "idempotent-replayed", *_limits(api.format)])}
+        | _refusals(api.path, INFERENCE, schemas, _limits(api.format)),
     }
 
 
@@ -196,7 +201,7 @@ def _success(content: Schema, headers: Iterable[str] = ()) -> Schema:
 
 
 def _refusals(path: str, statuses: Iterable[int], schemas: _Schemas, limits: Iterable[str] = ()) -> Schema:
-    """By status; ``limits`` are headers of those that a limit gives."""
+    """By status; ``limits`` are headers of what a caller is told whose key is known."""
     answers: Schema = {}
     for status in sorted({*ALWAYS, *statuses}):
         entries = {code: entry for code, entry in errors.TABLE.items() if entry.status == status}
@@ -206,7 +211,7 @@ def _refusals(path: str, statuses: Iterable[int], schemas: _Schemas, limits: Ite
             names.append("retry-after")
         if not all(errors.may_mend(code) for code in entries):
             names.append("x-should-retry")
-        if status in (429, 529):
+        if status not in (401, 408, 431):
             names += limits
         codes = " or ".join(f"`{code}`" for code in entries)
         answers[str(status)] = {
@@ -215,6 +220,16 @@ def _refusals(path: str, statuses: Iterable[int], schemas: _Schemas, limits: Ite
             "content": schemas.content((OPENAI if status == 431 else format_of(path)).error),
         }
     return answers
+
+
+def _limits(format: ResponseFormat) -> list[str]:
+    """Names of the rate limits' headers in an API's form."""
+    names = (
+        rate_limit_headers.ANTHROPIC
+        if format.limit_headers is rate_limit_headers.anthropic
+        else rate_limit_headers.OPENAI
+    )
+    return [name for of_kind in names.values() for name in of_kind]
 
 
 def _headers(*names: str) -> Schema:

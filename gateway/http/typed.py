@@ -67,6 +67,8 @@ def caller_for(scope: Scope | None) -> Callable[[Request, Services], Awaitable[I
         exchange: Exchange = request.scope["headrace"]
         identity = services.directory.authenticate(exchange.scope["headers"], exchange.address, scope)
         exchange.tenant = identity.tenant.name
+        if "inference" in identity.scopes:
+            exchange.rate_limits = functools.partial(services.intake.rate_limits, identity.tenant, "")
         return identity
 
     return judged

@@ -30,6 +30,7 @@ from gateway.apis.fields import model_of
 from gateway.intake.auth import Identity
 from gateway.intake.catalog import Catalog, Model
 from gateway.intake.choice import MOVES_ON, Candidate, Need, capabilities_of
+from gateway.intake.rate_limits import RateLimitsSeen
 from gateway.intake.reading_budget import ReadingBudget
 from gateway.prompt import threads
 
@@ -133,12 +134,17 @@ class Intake:
         claim_check_bytes: int,
         ask_s_max: float,
     ) -> None:
+        self._limits_seen = RateLimitsSeen()
         self._budget = ReadingBudget(2 * body_bytes_max)
         self._bus = bus
         self._catalog = catalog
         self._cancel = cancel
         self._claim_check_bytes = claim_check_bytes
         self._ask_s_max = ask_s_max
+
+    def rate_limits(self, tenant: TenantRecord, model: str) -> RateLimits:
+        """What is known here of the tenant's limits on a model (empty: none is known yet)."""
+        return self._limits_seen.at(tenant, model, monotonic_ms())
 
     async def parse(self, tenant: TenantRecord, data: bytes | msgspec.Raw, *, model: str = "") -> ParsedBody:
         """Decode the body, which is charged to the tenant, and find its model.
@@ -342,7 +348,9 @@ class Intake:
         while True:
             try:
                 data = await self._bus.request(subject, question, timeout_s=ASK_TIMEOUT_S)
-                return _answer_codec.decode(data)
+                answer = _answer_codec.decode(data)
+                self._limits_seen.keep(envelope.tenant, envelope.model, answer.limits, monotonic_ms())
+                return answer
             except (Unavailable, msgspec.MsgspecError) as error:
                 if join_only or time.monotonic() + ASK_PAUSE_S >= give_up_at:
                     raise HeadraceError(

@@ -121,8 +121,11 @@ class NatsIngress:
             idempotency_key=idempotency_key(key, "idempotency_key") if (key := submitted.idempotency_key) else "",
         )
         await self._turnstile.enter()
-        parsed = await self._intake.parse(tenant, submitted.body or b"{}", model=model)
-        admitted = await self._intake.admit(await self._intake.prepare(context, parsed))
+        try:
+            parsed = await self._intake.parse(tenant, submitted.body or b"{}", model=model)
+            admitted = await self._intake.admit(await self._intake.prepare(context, parsed))
+        except HeadraceError as error:
+            return _refusal(request_id, error, self._intake.rate_limits(tenant, model))
         try:
             await self._intake.publish(admitted)
         except HeadraceError as error:
@@ -161,5 +164,5 @@ def _refusal(request_id: str, error: HeadraceError, limits: RateLimits | None = 
         request_id=request_id,
         status=error.status,
         error=ErrorData(code=error.code, message=error.message, param=error.param, retry_after_s=error.retry_after_s),
-        limits=error.limits if isinstance(error, AdmissionRefused) else limits,
+        limits=(isinstance(error, AdmissionRefused) and error.limits) or limits,
     )

@@ -176,7 +176,7 @@ class AdmissionControl:
         running = quota.reserved_tokens + elsewhere
         if spent + running >= budget:
             raise HeadraceError(
-                "insufficient_quota",
+                "rate_limit_exceeded",
                 f"Of the tenant's monthly budget of {budget} tokens {spent} are used, and its open requests may use "
                 f"{running}: there may be more when they have ended.",
                 retry_after_s=seconds(self.throughput.turnover_ms(quota.open)),

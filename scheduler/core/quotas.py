@@ -9,7 +9,7 @@ import math
 
 from contracts.errors import HeadraceError
 from contracts.limits import NAMES, refuse_zero
-from contracts.messages.admission import RateLimits
+from contracts.messages.admission import RateLimit, RateLimits
 from contracts.messages.records import TenantLimits
 from contracts.tokens import Cost
 
@@ -48,6 +48,13 @@ class TokenBucket:
         if missing <= 0 or not self.size:
             return 0
         return math.ceil(missing * MINUTE_MS / self.size)
+
+    def shown(self, now_ms: int) -> RateLimit | None:
+        """As callers see it; None when it never limits."""
+        if self.size is None:
+            return None
+        remaining = max(0, math.floor(self.level(now_ms)))
+        return RateLimit(limit=self.size, remaining=remaining, reset_ms=self.wait_ms(self.size, now_ms))
 
     def take(self, amount: float, now_ms: int) -> None:
         """Take (or with a negative amount give back) tokens; the level never exceeds ``size``."""
@@ -156,20 +163,11 @@ class Quota:
         self.reserved_tokens -= cost.total
 
     def rate_limits(self, now_ms: int) -> RateLimits:
-        """For the ``x-ratelimit-*`` headers; of the two token buckets the one with less left."""
-        requests = self.request_bucket
-        tokens = min(
-            (bucket for bucket in (self.input_bucket, self.output_bucket) if bucket.size),
-            key=lambda bucket: bucket.level(now_ms) / (bucket.size or 1),
-            default=None,
-        )
+        """For the headers of an answer."""
         return RateLimits(
-            limit_requests=requests.size,
-            remaining_requests=None if requests.size is None else max(0, math.floor(requests.level(now_ms))),
-            reset_requests_ms=requests.wait_ms(requests.size or 0, now_ms),
-            limit_tokens=tokens.size if tokens else None,
-            remaining_tokens=max(0, math.floor(tokens.level(now_ms))) if tokens else None,
-            reset_tokens_ms=tokens.wait_ms(tokens.size or 0, now_ms) if tokens else 0,
+            requests=self.request_bucket.shown(now_ms),
+            input_tokens=self.input_bucket.shown(now_ms),
+            output_tokens=self.output_bucket.shown(now_ms),
         )
 
 

@@ -8,12 +8,17 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+import msgspec
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from contracts import subjects
+from contracts.messages.admission import AdmissionAnswer, RateLimit, RateLimits
 from contracts.messages.frames import EndData, ErrorData
-from contracts.messages.request import RequestEnvelope
-from tests.support.gateway_world import K1, MODEL, World, ended, error_of, serve, simulated
+from contracts.messages.records import TenantLimits, TenantRecord
+from contracts.messages.request import Reply, RequestEnvelope, SubmitAnswer, SubmitRequest
+from tests.support.gateway_world import K1, MODEL, World, admitted, decode, encode, ended, error_of, serve, simulated
 from tests.support.polling import until
 
 TEMPLATE = """{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}
@@ -38,7 +43,8 @@ async def world(nats_url: str, tmp_path: Path) -> AsyncIterator[World]:
 
         async def known() -> bool:
             listed = (await world.client.get("/v1/models")).json()["data"]
-            return [model["endpoints"] for model in listed] == [["embeddings"], list(text)]
+            models = [model["endpoints"] for model in listed if not model["alias_of"]]
+            return models == [["embeddings"], list(text)]
 
         await until(known)
         yield world
@@ -194,3 +200,77 @@ async def test_what_only_the_engine_would_trip_over_is_refused(
         assert anthropic_error(response)["message"].startswith(f"{param}: ")
     else:
         assert error_of(response)["param"] == param
+
+
+# Rate limits -------------------------------------------------------------------------------------------------
+
+CHAT_BODY = {"model": MODEL, "max_tokens": 5, "messages": MESSAGE["messages"]}
+TOLD = RateLimits(
+    requests=RateLimit(limit=60, remaining=7, reset_ms=53_000),
+    input_tokens=RateLimit(limit=6000, remaining=5000, reset_ms=10_000),
+    output_tokens=RateLimit(limit=1000, remaining=500, reset_ms=30_000),
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "remaining"),
+    [
+        ("/v1/chat/completions", CHAT_BODY, "x-ratelimit-remaining-{}"),
+        ("/v1/responses", RESPONSE, "x-ratelimit-remaining-{}"),
+        ("/v1/messages", MESSAGE, "anthropic-ratelimit-{}-remaining"),
+        ("/v1/embeddings", {"model": "e", "input": "one"}, "x-ratelimit-remaining-{}"),
+    ],
+)
+async def test_e04_every_answer_tells_the_limits(world: World, path: str, body: dict[str, Any], remaining: str) -> None:
+    """Admitted, refused by the scheduler, and refused before anybody is asked; in the API's own names."""
+
+    def told(response: httpx.Response) -> tuple[int, int]:
+        foreign = "x-ratelimit" if remaining.startswith("anthropic") else "anthropic-ratelimit"
+        assert not [name for name in response.headers if name.startswith(foreign)]
+        requests, tokens = (int(response.headers[remaining.format(kind)]) for kind in ("requests", "tokens"))
+        return requests, tokens
+
+    limits = TenantLimits(rpm=60, input_tpm=6000, output_tpm=1000)
+    await world.put_tenant(TenantRecord(name="T1", limits=limits))
+
+    async def limited() -> bool:
+        return "x-ratelimit-limit-tokens" in (await world.client.get("/v1/models")).headers
+
+    await until(limited)
+    response = await world.post({"model": body["model"], "messages": 3, "input": {}}, path)
+    assert response.status_code == 400 and told(response) == (60, 6000), "nothing is known to be used"
+    world.decide = lambda request: admitted(limits=TOLD)
+    for stream in (True, False) if path != "/v1/embeddings" else (False,):
+        response = await world.post(body | {"stream": stream}, path)
+        assert response.status_code == 200 and told(response) == (7, 500), response.text
+    world.decide = lambda request: AdmissionAnswer(
+        admitted=False, code="rate_limit_exceeded", message="No.", retry_after_s=1, limits=TOLD
+    )
+    response = await world.post(body, path)
+    assert response.status_code == 429 and told(response) == (7, 500)
+    for wrong, status in ((body | {"model": "nobody"}, 404), ({"model": body["model"], "input": {}}, 400)):
+        response = await world.post(wrong, path)
+        assert response.status_code == status
+        requests, tokens = told(response)
+        assert 7 <= requests <= 60 and 500 <= tokens <= 1000, "as the scheduler said, and refilled since"
+    unknown = await world.post(body, path, headers={"Authorization": "Bearer hr_nobodys"})
+    assert unknown.status_code == 401 and not [name for name in unknown.headers if "ratelimit" in name]
+
+
+async def test_e04_a_service_on_the_bus_reads_the_same_numbers(world: World) -> None:
+    limits = TenantLimits(rpm=60, output_tpm=0)
+    await world.put_tenant(TenantRecord(name="T1", limits=limits))
+
+    async def submitted(body: dict[str, Any]) -> SubmitAnswer:
+        reply = Reply(subject="reply.v1.T1.inbox", stream="7")
+        asked = SubmitRequest(endpoint="chat/completions", reply=reply, body=msgspec.Raw(encode(body)))
+        data = await world.bus.request(subjects.submit("T1", MODEL), encode(asked), timeout_s=10)
+        return decode(data, type=SubmitAnswer)
+
+    async def limited() -> bool:
+        found = (await submitted({"messages": 3})).limits
+        return found is not None and found.requests == RateLimit(limit=60, remaining=60, reset_ms=0)
+
+    await until(limited)
+    world.decide = lambda request: admitted(limits=TOLD)
+    assert (await submitted(CHAT_BODY)).limits == TOLD

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from contracts import topology
-from contracts.messages.admission import AdmissionAnswer, RateLimits
+from contracts.messages.admission import AdmissionAnswer, RateLimit, RateLimits
 from contracts.messages.records import KeyRecord, TenantLimits, TenantRecord
 from tests.support.gateway_world import (
     BASE,
@@ -169,7 +169,7 @@ async def test_usage_is_the_callers_own(world: World) -> None:
 
 
 async def test_a_refusal_carries_its_code_and_the_limits(world: World) -> None:
-    limits = RateLimits(limit_requests=10, remaining_requests=0, reset_requests_ms=6_500, reset_tokens_ms=3)
+    limits = RateLimits(requests=RateLimit(limit=10, remaining=0, reset_ms=6_500))
     world.decide = lambda request: AdmissionAnswer(
         admitted=False, code="rate_limit_exceeded", message="Too many.", retry_after_s=7, limits=limits
     )
@@ -206,7 +206,7 @@ async def test_c36_no_room_is_529_with_an_integer_retry_after(world: World) -> N
 
 async def test_limits_are_told_on_success_too(world: World) -> None:
     world.decide = lambda request: admitted(
-        limits=RateLimits(limit_tokens=1000, remaining_tokens=900, reset_tokens_ms=90_000)
+        limits=RateLimits(output_tokens=RateLimit(limit=1000, remaining=900, reset_ms=90_000))
     )
     for stream in (True, False):
         headers = (await world.post(BASE | {"stream": stream})).headers

@@ -326,7 +326,7 @@ async def test_what_the_ledger_has_not_counted_is_known_to_the_next_owner(shell:
         return bool(said and [seen.tokens for seen in said.later] == [14] and said.reserved_tokens == 20)
 
     await until(told, "an end and an open request are told")
-    assert (await shell.admit()).code == "insufficient_quota"
+    assert (await shell.admit()).code == "rate_limit_exceeded"
     await shell.end(worker, item, prompt_tokens=10, completion_tokens=6, billable=True)
     second = await shell.start()
     await shell.stop(first)

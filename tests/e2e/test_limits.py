@@ -58,6 +58,22 @@ def test_d02_a_limit_of_0_refuses_from_the_first_request_on_and_none_frees_at_on
         wait_until(lambda: client.post(CHAT, json=chat(stack)).status_code == 200, "it is lifted", 1)
 
 
+def test_e04_headers_say_what_the_scheduler_holds(stack: Stack) -> None:
+    key = tenant(stack, "told", "--rpm", "3", "--output-tpm", "1000")
+    with stack.client(key) as client:
+        answers = [client.post(CHAT, json=chat(stack, max_tokens=10, stream=number == 1)) for number in range(4)]
+        bad = client.post(CHAT, json=chat(stack, max_tokens=-1))
+    assert [answer.status_code for answer in (*answers, bad)] == [200, 200, 200, 429, 400]
+    assert {answer.headers["x-ratelimit-limit-requests"] for answer in (*answers, bad)} == {"3"}
+    left = [int(answer.headers["x-ratelimit-remaining-requests"]) for answer in (*answers, bad)]
+    assert left[0] == 2 and sorted(left, reverse=True) == left and left[3:] == [0, 0], (
+        "3 a minute: none comes back so soon"
+    )
+    assert all(answer.headers["x-ratelimit-reset-requests"].endswith("s") for answer in answers)
+    assert all(int(answer.headers["x-ratelimit-remaining-tokens"]) > 900 for answer in answers)
+    assert 1 <= int(answers[3].headers["retry-after"]) <= 20
+
+
 def test_d10_a_default_that_we_choose_shrinks_to_the_limit_and_what_is_stated_is_refused(stack: Stack) -> None:
     key = tenant(stack, "narrow-output", "--output-tpm", "10")
     with stack.client(key) as client:

@@ -84,7 +84,7 @@ def test_d03_a_burst_passes_a_budget_by_one_request_at_most() -> None:
     admitted = [request_id for request_id in asked if world.answers[request_id].admitted]
     assert len(admitted) == 5, "1,050 tokens at most: one request over 1,000"
     refused = world.answers[asked[-1]]
-    assert refused.code == "insufficient_quota" and "open requests may use 1050" in refused.message
+    assert refused.code == "rate_limit_exceeded" and "open requests may use 1050" in refused.message
     assert refused.retry_after_s and refused.retry_after_s <= 60, "there may be room when they have ended"
 
 

@@ -92,7 +92,7 @@ def test_the_ledger_s_total_is_held_against_the_monthly_budget() -> None:
     assert made.answers[made.ask()].admitted, "nothing is known of this month"
     made.feed(events.BudgetSeen("t0", "2027-01", 79))
     assert made.answers[made.ask()].admitted, "20 are reserved"
-    assert made.answers[made.ask()].code == "insufficient_quota", "40 are"
+    assert made.answers[made.ask()].code == "rate_limit_exceeded", "40 are"
     made.feed(events.BudgetSeen("t0", "2027-01", 100))
     assert made.answers[made.ask()].code == "insufficient_quota"
     assert made.answers[made.ask(tenant="t1")].admitted

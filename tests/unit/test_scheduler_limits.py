@@ -3,6 +3,7 @@
 import pytest
 
 from contracts.errors import HeadraceError
+from contracts.messages.admission import RateLimit
 from contracts.messages.records import TenantLimits
 from contracts.tokens import Cost
 from scheduler.core.quotas import Quota, TokenBucket
@@ -48,5 +49,9 @@ def test_headers_speak_of_the_scarcer_bucket() -> None:
     quota = Quota(TenantLimits(rpm=10, input_tpm=1000, output_tpm=100), 0)
     quota.reserve(Cost(10, 50), 0)
     limits = quota.rate_limits(0)
-    assert (limits.limit_requests, limits.remaining_requests) == (10, 9)
-    assert (limits.limit_tokens, limits.remaining_tokens, limits.reset_tokens_ms) == (100, 50, 30_000)
+    assert limits.requests == RateLimit(limit=10, remaining=9, reset_ms=6_000)
+    assert limits.tokens == limits.output_tokens == RateLimit(limit=100, remaining=50, reset_ms=30_000)
+    assert limits.input_tokens == RateLimit(limit=1000, remaining=990, reset_ms=600)
+    assert Quota(TenantLimits(output_tpm=0, input_tpm=5), 0).rate_limits(0).tokens == RateLimit(
+        limit=0, remaining=0, reset_ms=0
+    )
