@@ -5,6 +5,7 @@ import sys
 
 BENCHES: list[list[str]] = [
     ["tests.bench.bench_stream"],
+    ["tests.bench.bench_metrics"],
     ["tests.bench.bench_scheduler"],
     ["tests.bench.bench_overload", "--seconds", "40"],
     ["tests.bench.bench_abuse"],

@@ -178,10 +178,13 @@ async def test_a_completed_request_and_one_that_was_refused(cluster: Cluster) ->
     structured = json.loads((await explain(cluster, done.request_id, "--json")).stdout)
     assert structured["text"] == of_done.lines
     assert msgspec.convert(structured["attempts"], list[AttemptEvent]) == of_done.attempts
-    await limit(cluster, TenantLimits(concurrency=0))
+    busy = cluster.ask(max_tokens=2000)
+    await busy.shows(1)
+    await limit(cluster, TenantLimits(concurrency=1))
     try:
         refused = await cluster.ask(max_tokens=3).done()
     finally:
+        await busy.leave()
         await limit(cluster, TenantLimits())
     assert refused.status == 429, refused.story()
     nothing = await explain(cluster, ids.request_id())

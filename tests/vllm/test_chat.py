@@ -13,7 +13,8 @@ from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
 from contracts.client import Client
-from tests.support.polling import wait_until
+from tests.support import canary
+from tests.support.polling import value_in, wait_until
 from tests.support.stack import Stack
 from tests.support.vllm import CITY, FRANCE, GREEDY, MODEL, Direct, counted, post
 
@@ -450,3 +451,28 @@ def test_template_variables_are_no_way_past_the_count(vllm_stack: Stack, path: s
 def test_variables_that_the_template_does_not_read_change_nothing(vllm_stack: Stack) -> None:
     plain = post(vllm_stack, **GREEDY)
     assert text_of(post(vllm_stack, **GREEDY, chat_template_kwargs={"thinking": True, "x": "y"})) == text_of(plain)
+
+
+# What is written down -------------------------------------------------------------------------------------------
+
+
+def test_d31_vllm_writes_no_text_of_a_request(vllm_stack: Stack) -> None:
+    """Whatever it says of what it cannot do: its own logs are in ours."""
+    text = "KanarienvogelZwitschert8"
+    canary.say(vllm_stack, text, engine="vllm")
+    assert "request_finished" in (vllm_stack.data_dir / "logs" / "gateway-0.log").read_text()
+    assert canary.files_with(vllm_stack.data_dir, text) == []
+
+
+def test_vllms_own_metrics_are_on_its_workers_page_and_agree_with_ours(vllm_stack: Stack) -> None:
+    page = httpx.get(vllm_stack.run.metrics_urls["worker"][0], trust_env=False, timeout=30).text
+    for name in (
+        "num_requests_running",
+        "kv_cache_usage_perc",
+        "prompt_tokens_total",
+        "time_to_first_token_seconds_sum",
+    ):
+        assert f"vllm:{name}{{" in page
+    assert (
+        value_in(page, "vllm:generation_tokens_total") >= value_in(page, "headrace_worker_generation_tokens_total") > 0
+    )
