@@ -139,7 +139,7 @@ def unreadable(request: Request | None, request_id: str, number: int, model: str
 
 def quarantined(request_id: str, body: Body) -> str:
     """What the caller of a quarantined request is told; and who repeats it."""
-    return f"Request {request_id}: its body ended {body.deaths} workers or engines and is not tried again."
+    return f"Request {request_id}: its body ended {body.deaths} workers or engines and is not tried again; change it."
 
 
 def end_data(event: AttemptEvent) -> EndData | None:
