@@ -21,7 +21,7 @@ import uvloop
 
 from contracts.bus import Bus, BusError
 
-PULSE_S = 0.1
+PULSE_S = 0.2
 """Period in which the main loop shows that it turns."""
 SMOOTH_S = 0.5
 """Memory of the lag: a pause of a tenth of a second, which every process has now and then, hardly shows."""

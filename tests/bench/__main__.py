@@ -8,6 +8,7 @@ BENCHES: list[list[str]] = [
     ["tests.bench.bench_metrics"],
     ["tests.bench.bench_scheduler"],
     ["tests.bench.bench_overload", "--seconds", "40"],
+    ["tests.bench.bench_saturation", "--seconds", "8"],
     ["tests.bench.bench_abuse"],
     ["tests.bench.bench_ledger"],
     ["tests.bench.bench_ledger_kills", "50000", "5"],

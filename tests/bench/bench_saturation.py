@@ -234,7 +234,9 @@ async def measured(stack: Stack, load: Load, name: str, offered: str, run: Corou
     cpu = cpu_s(stack)
     tally = await run
     took_s = time.monotonic() - tally.begun
-    used = ", ".join(f"{role} {now - cpu[role]:.1f}" for role, now in cpu_s(stack).items() if now - cpu[role] >= 0.1)
+    spent = {role: now - cpu[role] for role, now in cpu_s(stack).items()}
+    used = ", ".join(f"{role} {seconds:.1f}" for role, seconds in spent.items())
+    each = len(tally.ended) / max(0.01, sum(spent.values()))  # What neighbours take of the machine does not show in it.
     last = max((at for _, at, _ in tally.ended), default=tally.begun)
     goodput = tally.goodput(min(last, max((asked for asked, _, _ in tally.ended), default=last)) or last)
     if name == "burst":
@@ -246,7 +248,7 @@ async def measured(stack: Stack, load: Load, name: str, offered: str, run: Corou
     fields = [name, offered, f"{goodput:.0f}", len(tally.ended), len(tally.refused_s), refusals]
     fields += [sum(tally.broken.values()), *changes, f"{fresh:.0f}"]
     print(" | ".join(map(str, fields)), flush=True)
-    print(f"    {took_s:.0f} s; CPU seconds: {used}", flush=True)
+    print(f"    {took_s:.0f} s; CPU seconds: {used}; {each:.0f} whole answers for each", flush=True)
     print(
         f"    first token p50/p99 {percentile_ms(tally.first_s, 0.5)}/{percentile_ms(tally.first_s, 0.99)} ms",
         flush=True,

@@ -11,6 +11,7 @@ import pytest
 from contracts import topology
 from contracts.bus import Bus, Unavailable
 from contracts.messages.base import Epoch
+from contracts.service.vitals import Vitals
 from scheduler.lease import Lease
 from tests.support.nats_server import NatsServer
 from tests.support.polling import until
@@ -35,6 +36,50 @@ async def test_one_owner_at_a_time_and_every_epoch_is_higher(bus: Bus) -> None:
     await first.release()
     await asyncio.wait_for(waiting, 0.5)
     assert second.held and second.epoch > epoch
+
+
+async def test_an_owner_whose_event_loop_stands_still_keeps_its_lease_until_it_is_given_up(bus: Bus) -> None:
+    vitals, lease = Vitals(bus, late_s=0.5), candidate(bus, "a")
+    await vitals.start()
+    await lease.acquire()
+    epoch = lease.epoch
+    keeping = asyncio.create_task(vitals.run(lambda other: lease.keep(other, lambda: vitals.lag_ms < 2_500)))
+    await asyncio.sleep(0.2)
+    time.sleep(1.8)
+    assert lease.held and lease.epoch == epoch
+    entry = await bus.kv.get(topology.LEASES, KEY)
+    assert entry is not None and entry.value == b"a" and not keeping.done()
+    time.sleep(4.5)
+    await asyncio.wait_for(keeping, 1)
+    assert (await bus.kv.get(topology.LEASES, KEY)) is None, "nobody owns a model for ever without a move"
+    await vitals.close()
+
+
+async def test_what_the_thread_runs_has_ended_when_its_cancel_returns(bus: Bus) -> None:
+    vitals, seen = Vitals(bus, late_s=0.5), list[str]()
+    await vitals.start()
+
+    async def work(other: Bus) -> None:
+        assert other is not bus and other.user == bus.user
+        seen.append("begun")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.05)
+            seen.append("ended")
+
+    running = asyncio.create_task(vitals.run(work))
+    await until(lambda: seen == ["begun"])
+    running.cancel()
+    await asyncio.wait({running})
+    assert running.cancelled() and seen == ["begun", "ended"]
+
+    async def failing(other: Bus) -> None:
+        raise Unavailable("as the test wants")
+
+    with pytest.raises(Unavailable):
+        await vitals.run(failing)
+    await vitals.close()
 
 
 async def test_an_owner_that_dies_is_followed_when_its_lease_runs_out(bus: Bus) -> None:
