@@ -218,6 +218,7 @@ def _worker_publishes(own: Own) -> Iterator[str]:
     yield own(subjects.worker_heartbeat)
     yield own(subjects.worker_pulse)
     yield from _pull(topology.WORK, "*", own(subjects.work))
+    yield from _watch(topology.MODELS, topology.VERSIONS)
     for stream in (
         topology.ATTEMPTS,
         f"KV_{topology.MODELS}",

@@ -40,5 +40,9 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     """On a CPU: at 23 KB a token 11,000 tokens of the small demo model."""
     vllm_gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Share of the GPU's memory; stating it makes a GPU engine."""
+    vllm_adapters: Annotated[int, Meta(ge=0)] = 0
+    """LoRA adapters that the engine holds beside its weights at a time; 0: it can load none."""
+    vllm_adapter_rank: Count = 16
+    """Highest rank of an adapter: memory is taken for it."""
     vllm_engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """JSON object of vLLM's own arguments, over ours; null takes one out."""

@@ -102,7 +102,7 @@ class Heartbeats:
             state=core.state,
             reason=(core.reason or self._stage())[:REASON_MAX],
             epoch=core.epoch,
-            slots=attempts.slots,
+            slots=attempts.slots_here,
             kv_tokens=attempts.kv_tokens,
             kv_tokens_used=stats.kv_tokens_used,
             context=engine.context if engine else 0,

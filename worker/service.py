@@ -18,12 +18,14 @@ from contracts.errors import HeadraceError
 from contracts.messages.base import Codec
 from contracts.messages.control import ControlAnswer, ControlRequest
 from contracts.messages.frames import EndData, ErrorData
-from contracts.messages.records import Manifest, ModelRecord
+from contracts.messages.records import Base, Manifest, ModelRecord
 from contracts.messages.request import WorkItem
 from contracts.service.vitals import Vitals
 from worker import attempt_store, metrics
+from worker.adapters import AdapterLoader, Adapters, no_engine
 from worker.config import WorkerConfig
 from worker.core import events
+from worker.core.attempts import Occupancy
 from worker.core.core import WorkerCore
 from worker.core.outcomes import TOKENIZER_MISMATCH
 from worker.engines.base import Engine, EngineEvent, EngineFailure, EngineRefused
@@ -73,11 +75,19 @@ class Worker:
         build: Callable[[Manifest], Engine],
         *,
         kv_overbooking: float = 1.0,
+        host: "Worker | None" = None,
     ) -> None:
+        """``host``: the worker of its base, whose process and engine this one of an adapter shares."""
         self._bus = bus
         self._config = config
         self._manifest = manifest
-        self._loader = Loader(bus, config, build)
+        self._host = host
+        self._supervisor: EngineSupervisor
+        self._vitals: Vitals
+        self._family: list[Worker] = [self] if host is None else host._family
+        """Those that share the engine, once they have joined."""
+        self._occupancy: Occupancy = Occupancy() if host is None else host._occupancy
+        self._loader = Loader(bus, config, build) if host is None else AdapterLoader(bus, config, host._supervisor)
         self._fetched = {manifest.version: manifest}
         """Versions that may be loaded: what is served, what was, and what is to be."""
         self._retired: set[asyncio.Task[None]] = set()
@@ -91,9 +101,12 @@ class Worker:
             tokenizer_fingerprint=manifest.tokenizer_fingerprint,
             kv_overbooking=kv_overbooking,
             stall_samples=max(1, round(config.stall_s / SAMPLE_S)),
+            occupancy=self._occupancy,
         )
         self._generations = Generations(bus, self._supervisor, self._step)
-        self._vitals = Vitals(bus, late_s=LATE_S, changed=self._loop_changed)
+        self._vitals = Vitals(bus, late_s=LATE_S, changed=self._loop_changed) if host is None else host._vitals
+        base = Base(model=manifest.name, version=manifest.version)
+        self._adapters = Adapters(bus, base, self._serve_adapter) if host is None else None
         self._heartbeats = Heartbeats(
             bus,
             self._vitals,
@@ -111,9 +124,10 @@ class Worker:
 
     def stop(self) -> None:
         """Drain within the grace time, then return from ``run``."""
-        self._hurried = True
+        for each in self._family if self._host is None else (self,):
+            each._hurried = True
+            each._emptied.set()
         self._stopping.set()
-        self._emptied.set()
 
     def leave(self) -> None:
         """Take nothing more, and return from ``run`` once what runs has ended; ``stop`` still limits that."""
@@ -130,6 +144,13 @@ class Worker:
 
     async def run(self) -> None:
         """Serve until ``stop``, then drain. Raises what broke."""
+        if self._host is not None:
+            self._family.append(self)
+            try:
+                await self._run()
+            finally:
+                self._family.remove(self)
+            return
         await self._vitals.start()
         try:
             await self._run()
@@ -140,12 +161,14 @@ class Worker:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._join()
-            running = self._heartbeats.run(), self._supervisor.run(), self._vitals.run(self._heartbeats.live)
+            running = [self._heartbeats.run(), self._supervisor.run(), self._vitals.run(self._heartbeats.live)]
+            if self._adapters is not None:
+                running.append(self._adapters.run())
             loops = [tasks.create_task(loop) for loop in running]
             stop = tasks.create_task(self._stopping.wait())
             await asyncio.wait((stop, self._broken), return_when=asyncio.FIRST_COMPLETED)
             if stop.done():
-                await self._drain()
+                await asyncio.gather(self._drain(), *([self._adapters.drain()] if self._adapters else []))
             if self._broken.done():
                 self._broken.result()
             for task in (*loops, *self._retired):
@@ -171,7 +194,17 @@ class Worker:
 
     def _loop_changed(self, late: bool) -> None:
         if not late:
-            self._instance.notify()
+            self._wake_family()
+
+    def _wake_family(self) -> None:
+        for each in self._family:
+            each._step(events.RoomFreed())
+            each._instance.notify()
+
+    def _serve_adapter(self, record: ModelRecord, manifest: Manifest) -> tuple[asyncio.Task[None], Callable[[], None]]:
+        overbooking = record.limits.kv_overbooking
+        guest = Worker(self._bus, self._config, manifest, no_engine, kv_overbooking=overbooking, host=self)
+        return self._tasks.create_task(guest.run()), guest.leave
 
     async def _announce(self, instance: Instance) -> None:
         """Begin to send heartbeats once orders can arrive."""
@@ -208,7 +241,7 @@ class Worker:
         self._step(event)
 
     def _step(self, event: events.Event | EngineEvent) -> None:
-        credit = self._core.credit()
+        credit, releases = self._core.credit(), self._occupancy.releases
         try:
             for effect in self._core.step(event, monotonic_ms()):
                 self._perform(effect)
@@ -220,6 +253,8 @@ class Worker:
             self._instance.notify()
         if not self._core.attempts:
             self._emptied.set()
+        if self._occupancy.releases != releases and len(self._family) > 1:
+            asyncio.get_running_loop().call_soon(self._wake_family)
 
     def _perform(self, effect: events.Effect) -> None:
         match effect:

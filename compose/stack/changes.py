@@ -65,7 +65,11 @@ class Changes:
 
     async def _add(self, call: AddWorkers) -> Answer:
         async with self._bus() as bus, self._adding:
-            await registry.model(bus, call.model)
+            record = await registry.model(bus, call.model)
+            if base := (await registry.version(bus, record.name, record.stable)).base:
+                raise ComposeError(
+                    f"{call.model} is an adapter: the workers of {base.model} serve it; add one of those"
+                )
             async with audit.recorded(bus, operator(), "workers.add", call.model, call):
                 await self._admit([self._workers.user(ahead) for ahead in range(call.count)])
                 added = [self._workers.add(call.model) for _ in range(call.count)]

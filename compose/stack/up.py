@@ -270,7 +270,9 @@ class Stack:
                 present = {record.name for record in await registry.models(bus)}
                 wanted = {manifest.name: manifest for manifest in self._manifests}
                 if not again and not self._options.nats_url:
-                    for name in present - wanted.keys():
+                    kept = {each.name for name in wanted for each in await registry.adapters_of(bus, name)}
+                    bases = {each.base.model for each in await registry.versions(bus) if each.base}
+                    for name in sorted(present - wanted.keys() - kept, key=lambda name: name in bases):
                         await do.remove_model(name)
                 for name, manifest in wanted.items():
                     if not again or name not in present:

@@ -20,6 +20,7 @@ from contracts.registry.key_records import (
     read_key,
 )
 from contracts.registry.model_records import (
+    adapters_of,
     change_model,
     check_manifest,
     check_version,
@@ -64,6 +65,7 @@ from contracts.registry.tenant_records import (
 
 __all__ = [
     "BUILT_IN",
+    "adapters_of",
     "aliases",
     "put_alias",
     "read_alias",

@@ -99,6 +99,8 @@ async def put_version(bus: Bus, manifest: Manifest) -> Changed[Manifest]:
     One that is there stays as it is, but for where its files lie; raises HeadraceError (conflict) for other contents.
     """
     check_manifest(manifest)
+    if manifest.base is not None:
+        await version(bus, manifest.base.model, manifest.base.version)
     present = await find_version(bus, manifest.name, manifest.version)
     if present is not None and identity(present) != identity(manifest):
         refuse_change(manifest)
@@ -190,15 +192,24 @@ async def models(bus: Bus) -> list[ModelRecord]:
 async def remove_model(bus: Bus, name: str) -> Changed[ModelRecord]:
     """Take a model out of service: nothing new is admitted, and its owner forgets it once its last request has ended.
 
-    Other models' fallbacks may name it: whoever goes through them passes it by.
+    Other models' fallbacks may name it: whoever goes through them passes it by. Raises HeadraceError (not_found), and
+    (conflict) while there are adapters of it.
     """
     present = await model(bus, name)
+    if adapters := [each.name for each in await adapters_of(bus, name)]:
+        raise HeadraceError("conflict", f"{', '.join(adapters)}: adapters of {name}; remove them first")
 
     def change(record: ModelRecord) -> ModelRecord:
         return msgspec.structs.replace(record, removed=True)
 
     await change_record(bus, topology.MODELS, name, read_model, _MODEL, change, _missing(name))
     return Changed(present, None)
+
+
+async def adapters_of(bus: Bus, name: str) -> list[ModelRecord]:
+    """Models in service whose stable version is an adapter of that model."""
+    of_it = {(each.name, each.version) for each in await versions(bus) if each.base and each.base.model == name}
+    return [record for record in await models(bus) if (record.name, record.stable) in of_it]
 
 
 async def is_known(bus: Bus, name: str) -> bool:

@@ -8,7 +8,7 @@ import structlog
 from contracts import registry, subjects, topology
 from contracts.bus import Bus, KvEntry, Watch
 from contracts.errors import HeadraceError
-from contracts.messages.records import PRICE_TIERS, Alias, Manifest, ModelRecord, TenantRecord
+from contracts.messages.records import PRICE_TIERS, Alias, Base, Manifest, ModelRecord, TenantRecord
 from gateway.intake import choice
 from gateway.intake.choice import Candidate, Need, Offer
 from gateway.prompt.token_counter import TokenCounter
@@ -141,20 +141,31 @@ class Catalog:
         except msgspec.MsgspecError as error:
             _log.error("manifest_unreadable", key=key, seq=entry.revision, reason=str(error))
             return
-        if (record := self._records.get(key.partition(".")[0])) is not None and record.stable == manifest.version:
-            self._serve(record)
+        itself = Base(model=manifest.name, version=manifest.version)
+        for record in list(self._records.values()):
+            stable = self._versions.get(_place(record.name, record.stable))
+            if stable is not None and (stable == manifest or stable.base == itself):
+                self._serve(record)
 
     def _serve(self, record: ModelRecord) -> None:
         """Until the stable version's manifest is there, the one before goes on being served."""
         before = self._models.get(record.name)
-        manifest = self._versions.get(f"{subjects.encode(record.name)}.{subjects.encode(record.stable)}")
-        if manifest is None:
+        manifest = self._versions.get(_place(record.name, record.stable))
+        counted = manifest and manifest.base and self._versions.get(_place(manifest.base.model, manifest.base.version))
+        if manifest is None or (manifest.base and not counted):
             _log.warning("manifest_awaited", model=record.name, version=record.stable)
             if before is None:
                 return
             manifest = before.manifest
-        tokens = before.tokens if before is not None and before.manifest == manifest else TokenCounter(manifest)
+        # An adapter's prompts are counted with its base's tokenizer.
+        same = before is not None and before.manifest == manifest
+        tokens = before.tokens if before is not None and same else TokenCounter(counted or manifest)
         self._models[record.name] = Model(record, manifest, tokens)
+
+
+def _place(model: str, version: str) -> str:
+    """Key of a version."""
+    return f"{subjects.encode(model)}.{subjects.encode(version)}"
 
 
 def _may_use(tenant: TenantRecord, model: Model) -> bool:

@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -32,6 +33,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 def ask(stack: Stack, model: str, **fields: Any) -> httpx.Response:
     with stack.client() as client:
         return client.post("/v1/chat/completions", json=A_CHAT | {"model": model} | fields)
+
+
+def is_served(stack: Stack, model: str) -> bool:
+    return ask(stack, model).status_code == 200
 
 
 def workers(stack: Stack) -> dict[str, str]:
@@ -170,9 +175,48 @@ def test_a_tenant_has_a_price_ceiling_and_so_may_a_request(stack: Stack) -> None
     stack.cli_json("model", "remove", "dear")
 
 
+def test_adapters_are_models_that_the_bases_workers_serve(stack: Stack) -> None:
+    """Under their own names, limits and prices, on workers that nobody started for them; usage is told by name."""
+    made = stack.cli_json("model", "add-adapter", "tuned", "--base", "b/1")
+    stack.cli_json("model", "add-adapter", "other", "--base", "b/1@sim-1")
+    assert made["base"] == {"model": "b/1", "version": "sim-1"}
+    for name in ("tuned", "other"):
+        wait_until(partial(is_served, stack, name), f"{name} is served")
+        answer = ask(stack, name)
+        assert answer.json()["model"] == name
+        assert answer.headers["x-headrace-model"].startswith(f"{name}@v1-")
+        assert len(places(stack, name)) == len(places(stack, "b/1"))
+    assert ask(stack, "b/1").json()["model"] == "b/1"
+    stack.cli_json("model", "limits", "tuned", "--queued-requests", "0")
+    wait_until(lambda: ask(stack, "tuned").status_code == 529, "its limits are its own")
+    assert ask(stack, "other").status_code == 200
+    stack.cli_json("model", "limits", "tuned", "--queued-requests", "100")
+    with stack.client() as client:
+        listed = {each["id"]: each for each in client.get("/v1/models").json()["data"]}
+    assert listed["tuned"]["parent"] == "b/1" and listed["b/1"]["parent"] is None
+
+    def used() -> set[tuple[str, str]]:
+        rows = stack.cli_json("usage", "--by", "model", "--by", "version")["data"]
+        return {(row["model"], row["version"]) for row in rows if row["completion_tokens"]}
+
+    wait_until(lambda: {name for name, _ in used()} >= {"b/1", "tuned", "other"}, "usage is by adapter")
+    refused = stack.cli("worker", "add", "tuned")
+    assert refused.returncode == 1 and "is an adapter: the workers of b/1 serve it" in refused.stderr
+    refused = stack.cli("model", "remove", "b/1")
+    assert refused.returncode == 1 and "adapters of b/1; remove them first" in refused.stderr
+    for name in ("tuned", "other"):
+        stack.cli_json("model", "remove", name)
+    wait_until(lambda: ask(stack, "tuned").status_code == 404, "it is gone")
+    assert ask(stack, "b/1").status_code == 200
+
+
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
+        (["model", "add-adapter", "x", "--base", "nobody"], "there is no model nobody"),
+        (["model", "add-adapter", "x", "--base", "a@9"], "there is no version 9"),
+        (["model", "add-adapter", "a", "--base", "a"], "a name of its own"),
+        (["model", "add-adapter", "", "--base", "a"], "the name is empty"),
         (["alias", "set", "a", "--model", "b/1"], "a is a model"),
         (["alias", "set", "x", "--model", "nobody"], "there is no model nobody"),
         (["alias", "set", "x", "--model", "a", "--model", "a"], "listed twice"),

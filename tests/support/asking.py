@@ -21,7 +21,13 @@ CONTEXT = 8192
 def configuration(kind: Literal["vllm", "simulated"], path: str = "") -> tuple[WorkerConfig, Manifest]:
     """What an engine of that kind is made with; a real one of the model in the directory ``path``."""
     config = WorkerConfig(
-        model=MODEL, sim_slots=SLOTS, sim_itl_ms=5, sim_context=CONTEXT, vllm_slots=SLOTS, check_timeout_s=5
+        model=MODEL,
+        sim_slots=SLOTS,
+        sim_itl_ms=5,
+        sim_context=CONTEXT,
+        vllm_slots=SLOTS,
+        vllm_adapters=2,
+        check_timeout_s=5,
     )
     manifest = Manifest(name=MODEL, version="v1", engine=kind, context=CONTEXT, default_output_tokens=16, path=path)
     return config, manifest

@@ -61,10 +61,24 @@ class InFlight(msgspec.Struct, kw_only=True):
         return self.item.request.request_id, self.item.attempt
 
 
-class Attempts:
-    """``slots`` and ``kv_tokens`` are the engine's; several attempts run at once only while both suffice."""
+class Occupancy:
+    """What of an engine is taken, by all that share it."""
 
-    def __init__(self, kv_overbooking: float) -> None:
+    def __init__(self) -> None:
+        self.slots = 0
+        self.tokens = 0
+        self.releases = 0
+        """So many attempts have left it: who waits may look again when that grows."""
+
+
+class Attempts:
+    """``slots`` and ``kv_tokens`` are the engine's; several attempts run at once only while both suffice.
+
+    ``occupancy``: of an engine that others use, too.
+    """
+
+    def __init__(self, kv_overbooking: float, occupancy: Occupancy | None = None) -> None:
+        self._taken = occupancy or Occupancy()
         self.slots = 0
         self.kv_tokens = 0
         self._kv_overbooking = kv_overbooking
@@ -99,7 +113,12 @@ class Attempts:
     @property
     def free_slots(self) -> int:
         """Slots that nothing in flight takes; what waits or is being stored takes some, too."""
-        return max(0, self.slots - self._slots_in_flight)
+        return max(0, self.slots_here - self._slots_in_flight)
+
+    @property
+    def slots_here(self) -> int:
+        """Slots that others who share the engine do not take; one at least, so that nobody is shut out for ever."""
+        return max(min(1, self.slots), self.slots - (self._taken.slots - self._slots_active))
 
     def add(self, item: WorkItem, delivery: int, now_ms: int) -> InFlight:
         """Take in a new attempt, as the last one that waits."""
@@ -118,19 +137,22 @@ class Attempts:
         self._waiting.append(attempt.key)
         return attempt
 
+    @property
+    def engine_idle(self) -> bool:
+        """Whether nobody has anything in it."""
+        return not self._taken.slots
+
     def start_next(self) -> InFlight | None:
         """The first that waits, now running, if its slots and KV tokens are free; an idle engine takes any size."""
         if not self._waiting:
             return None
         attempt = self._in_flight[self._waiting[0]]
-        if self._slots_active and (
-            self._slots_active + attempt.slots > self.slots or self._tokens_active + attempt.tokens > self._room
-        ):
+        taken = self._taken
+        if taken.slots and (taken.slots + attempt.slots > self.slots or taken.tokens + attempt.tokens > self._room):
             return None
         self._waiting.popleft()
         attempt.stage = "running"
-        self._slots_active += attempt.slots
-        self._tokens_active += attempt.tokens
+        self._occupy(attempt, 1)
         return attempt
 
     def leave_engine(self, attempt: InFlight) -> None:
@@ -138,9 +160,15 @@ class Attempts:
         if attempt.stage == "waiting":
             self._waiting.remove(attempt.key)
         elif attempt.stage in ACTIVE:
-            self._slots_active -= attempt.slots
-            self._tokens_active -= attempt.tokens
+            self._occupy(attempt, -1)
+            self._taken.releases += 1
         attempt.stage = "storing"
+
+    def _occupy(self, attempt: InFlight, sign: int) -> None:
+        self._slots_active += sign * attempt.slots
+        self._tokens_active += sign * attempt.tokens
+        self._taken.slots += sign * attempt.slots
+        self._taken.tokens += sign * attempt.tokens
 
     def remove(self, attempt: InFlight) -> None:
         """It is no longer in flight, whatever its stage."""

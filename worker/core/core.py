@@ -23,7 +23,7 @@ from contracts.messages.control import (
 )
 from contracts.messages.request import RequestEnvelope
 from worker.core import events, outcomes
-from worker.core.attempts import FOR_EVER, Attempts, InFlight, Stage, Tombstone
+from worker.core.attempts import FOR_EVER, Attempts, InFlight, Occupancy, Stage, Tombstone
 from worker.core.events import Effect, Event, Key
 from worker.core.outcomes import AttemptOutcome
 from worker.core.stalls import StallWatch
@@ -47,6 +47,7 @@ class WorkerCore:
         tokenizer_fingerprint: str = "",
         kv_overbooking: float = 1.0,
         stall_samples: int = 60,
+        occupancy: Occupancy | None = None,
     ) -> None:
         self.worker = ""
         self.state: WorkerState = "starting"
@@ -62,7 +63,7 @@ class WorkerCore:
         self._switching = False
         """What is in flight may end, then the wanted version is loaded."""
         self.epoch = Epoch()
-        self.attempts = Attempts(kv_overbooking)
+        self.attempts = Attempts(kv_overbooking, occupancy)
         self._fingerprint = tokenizer_fingerprint
         self._stalls = StallWatch(stall_samples)
         self._now_ms = 0
@@ -106,6 +107,8 @@ class WorkerCore:
                 self._asked(event)
             case EngineSampled():
                 self._sampled(event)
+            case events.RoomFreed():
+                pass  # What waits may start now.
             case EngineStarted():
                 self._engine_started(event)
             case EngineLost():
@@ -378,5 +381,5 @@ class WorkerCore:
         waiting = self.attempts.waiting
         if self.state != "ready" and (waiting or self.credit()):
             yield f"a worker that is {self.state} waits for work"
-        if self.state == "ready" and waiting and not any(it.stage in ("running", "stopping") for it in self.attempts):
+        if self.state == "ready" and waiting and self.attempts.engine_idle:
             yield "an idle engine leaves work waiting"

@@ -24,6 +24,10 @@ class Joined(Event, frozen=True, kw_only=True):
     worker: str
 
 
+class RoomFreed(Event, frozen=True, kw_only=True):
+    """Somebody else who shares the engine takes up less of it."""
+
+
 class WorkPulled(Event, frozen=True, kw_only=True):
     """An attempt came out of WORK, perhaps not for the first time."""
 

@@ -22,6 +22,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     tenant: str = ""
     """Whose; what is done for a request before the engine sees it goes in turns by tenant."""
+    adapter: str = ""
+    """Of those that the engine has loaded; empty: its own weights alone."""
     cache_salt: str
     """Prompts share prefix-cache blocks only under the same salt."""
     prompt_tokens: int | None = None
@@ -163,6 +165,12 @@ class Engine(Protocol):
 
     async def fingerprint(self) -> str:
         """How it counts (contracts.fingerprint), as the code that serves counts; empty where nobody counts."""
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Have a LoRA adapter from that directory ready for jobs that name it; raises EngineFailure."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget it; nothing when it is not there."""
 
     def stats(self) -> EngineStats:
         """How it stands; zeros before ``start``."""

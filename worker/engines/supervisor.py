@@ -48,6 +48,7 @@ class EngineSupervisor:
         self._tell = tell
         self._check_timeout_s = check_timeout_s
         self._lost = asyncio.Event()
+        self._serves = asyncio.Event()
         self._switched = asyncio.Event()
         self.tokenizer_fingerprint: str | None = None
 
@@ -61,6 +62,12 @@ class EngineSupervisor:
         self.tokenizer_fingerprint = tokenizer_fingerprint
         self._lost.set()
         self._switched.set()
+
+    async def serving(self) -> Engine:
+        """The engine, once there is one that serves."""
+        while self.engine is None:
+            await self._serves.wait()
+        return self.engine
 
     def stats(self) -> EngineStats:
         """Of the engine that serves; zeros while there is none."""
@@ -101,6 +108,7 @@ class EngineSupervisor:
             return 0.0
         try:
             self.engine = engine
+            self._serves.set()
             self._tell(
                 EngineStarted(
                     slots=engine.slots, kv_tokens=engine.kv_tokens, tokenizer_fingerprint=self.tokenizer_fingerprint
@@ -112,6 +120,7 @@ class EngineSupervisor:
             return time.monotonic() - started
         finally:
             self.engine = None
+            self._serves.clear()
             await close(engine)
 
     async def _loaded(self) -> Engine | None:

@@ -40,6 +40,7 @@ class SimulatedEngine:
         self.kv_tokens = config.sim_kv_tokens
         self.context = config.sim_context
         self._model = manifest.name
+        self._adapters: set[str] = set()
         self._version = msgspec.convert(manifest.engine_arguments, SimulatedVersion)
         self._prefill_tps = config.sim_prefill_tps
         self._itl_ms = config.sim_itl_ms
@@ -61,6 +62,12 @@ class SimulatedEngine:
 
     async def fingerprint(self) -> str:
         return self._version.counts_as
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        self._adapters.add(name)
+
+    async def unload_adapter(self, name: str) -> None:
+        self._adapters.discard(name)
 
     def stats(self) -> EngineStats:
         if self._batch is None:
@@ -84,7 +91,9 @@ class SimulatedEngine:
         if request.simulate.block_ms:
             time.sleep(request.simulate.block_ms / 1000)  # noqa: ASYNC251
         batch = self._living_batch()
-        answer = ChunkWriter(job, request, model=self._model, created=int(time.time()))
+        if job.adapter and job.adapter not in self._adapters:
+            raise EngineFailure("unavailable", "the adapter is not loaded", retryable=True)
+        answer = ChunkWriter(job, request, model=job.adapter or self._model, created=int(time.time()))
         attempt = _Attempt(request, answer, counts, self._itl_ms)
         self._attempts.add(attempt)
         try:

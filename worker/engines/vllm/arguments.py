@@ -53,6 +53,8 @@ def engine_arguments(config: WorkerConfig, manifest: Manifest) -> list[str]:
             "enable_auto_tool_choice": True,
             "tool_call_parser": "hermes",
         }
+    if config.vllm_adapters and task_of(manifest) == "generate":
+        arguments |= {"enable_lora": True, "max_loras": config.vllm_adapters, "max_lora_rank": config.vllm_adapter_rank}
     if config.vllm_gpu_memory_utilization is None:
         arguments |= {
             "enforce_eager": True,  # compilation takes 65 s and gains at most 15 %

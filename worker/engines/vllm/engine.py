@@ -86,6 +86,16 @@ class VllmEngine:
     async def fingerprint(self) -> str:
         return ""
 
+    async def load_adapter(self, name: str, path: str) -> None:
+        if self._parts is None:
+            raise EngineFailure("engine_error", "the engine is not running", retryable=True, engine_death=True)
+        if problem := await self._parts.load_adapter(name, path):
+            raise EngineFailure("unavailable", f"vLLM does not load the adapter: {problem}")
+
+    async def unload_adapter(self, name: str) -> None:
+        if self._parts is not None:
+            await self._parts.unload_adapter(name)
+
     def stats(self) -> EngineStats:
         return EngineStats() if self._parts is None else self._parts.stats()
 
@@ -108,7 +118,7 @@ class VllmEngine:
         parts = self._parts
         if parts is None:
             raise EngineFailure("engine_error", "the engine is not running", retryable=True)
-        request = vllm_request(job, self._manifest.name)
+        request = vllm_request(job, job.adapter or self._manifest.name)
         context, record = parts.record(job, counts, only_scores=request.only_scores)
         call = AsgiCall(
             parts.application,

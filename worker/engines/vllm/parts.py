@@ -24,6 +24,8 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.openai.chat_completion import serving as chat
 from vllm.entrypoints.openai.responses import serving as responses
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.parser import abstract_parser
@@ -287,6 +289,22 @@ class Parts:
         # Half a million objects that stay: a full collection over them holds up every stream for 0.1 s and more.
         gc.collect()
         gc.freeze()
+
+    async def load_adapter(self, name: str, path: str) -> str:
+        """Why vLLM does not load it; empty when it has."""
+        if not self._args.enable_lora:
+            return "the engine was started without LoRA (HEADRACE_VLLM_ADAPTERS is 0)"
+        models = self.application.state.openai_serving_models
+        request = LoadLoRAAdapterRequest(lora_name=name, lora_path=path)
+        answer = await models.load_lora_adapter(request)
+        return str(answer.error.message) if isinstance(answer, ErrorResponse) else ""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Nobody may ask for it any more, and the engine's memory is free for others."""
+        models = self.application.state.openai_serving_models
+        if (known := models.lora_requests.get(name)) is not None:
+            await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
+            await self._engine.remove_lora(known.lora_int_id)
 
     async def close_application(self) -> None:
         """End what ``open_application`` started beside vLLM."""
