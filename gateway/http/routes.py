@@ -75,6 +75,12 @@ async def live() -> Health:
     return Health()
 
 
+@health.get("", responses=refusals(503))
+async def healthy(services: ServicesDep) -> Health:
+    """As ``/health/ready``; load generators ask vLLM's servers here."""
+    return await ready(services)
+
+
 @health.get("/ready", responses=refusals(503))
 async def ready(services: ServicesDep) -> Health:
     """A request would be served."""

@@ -15,6 +15,7 @@ import structlog
 from starlette.types import ASGIApp
 
 from contracts import errors
+from contracts.bus.complaints import seldom
 from gateway import metrics
 from gateway.config import GatewayConfig
 from gateway.http.certificate import Certificate
@@ -119,7 +120,8 @@ class Server:
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     raise
-                _log.error("connections_cannot_be_taken", reason=str(error))
+                if times := seldom("connections_cannot_be_taken"):
+                    _log.error("connections_cannot_be_taken", reason=str(error), times=times)
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(listening)
                 loop.call_later(NO_DESCRIPTOR_S, self._watch, listening)

@@ -2,13 +2,15 @@
 
 import asyncio
 import json
+import resource
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import pytest
 
 from tests.support.polling import wait_until
-from tests.support.stack import Stack
+from tests.support.stack import Stack, StartStack
 
 CHAT: dict[str, Any] = {"model": "simulated", "messages": [{"role": "user", "content": "one two three"}]}
 TEXT: dict[str, Any] = {"model": "simulated", "prompt": "one two three"}
@@ -67,6 +69,28 @@ async def test_d25_the_ledger_is_not_below_the_usage_that_was_last_seen(stack: S
         return sum(row["completion_tokens"] for row in json.loads(done.stdout)["attempts"]) if done.stdout else 0
 
     await asyncio.to_thread(wait_until, lambda: booked() >= seen[-1], "what was seen is booked")
+
+
+async def test_d33_a_gateway_out_of_file_descriptors_goes_on(start_stack: StartStack) -> None:
+    stack = start_stack()
+    (gateway,) = stack.run.pids["gateway"]
+    limits = resource.prlimit(gateway, resource.RLIMIT_NOFILE)
+    body = CHAT | {"stream": True, "max_tokens": 150}
+    async with stack.async_client() as client:
+        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            open_now = len(list(Path(f"/proc/{gateway}/fd").iterdir()))
+            resource.prlimit(gateway, resource.RLIMIT_NOFILE, (open_now + 10, limits[1]))
+            host, port = stack.run.url.removeprefix("http://").split(":")
+            idle = [await asyncio.open_connection(host, int(port)) for _ in range(100)]
+            told = [line async for line in lines if line]
+            assert told[-1] == "data: [DONE]" and len(told) >= 150
+            for _, writer in idle:
+                writer.close()
+        answer = await client.post("/v1/chat/completions", json=CHAT)
+    assert answer.status_code == 200 and stack.run.pids["gateway"] == [gateway]
+    assert 1 <= stack.logs().count("connections_cannot_be_taken") <= 3
 
 
 def test_d09_anthropics_sdk_lists_models(stack: Stack) -> None:

@@ -17,7 +17,14 @@ from worker.engines.base import Counts, EngineFailure, Job
 from worker.engines.vllm.arguments import engine_arguments
 from worker.engines.vllm.asgi import Application, AsgiCall
 from worker.engines.vllm.engine import VllmEngine
-from worker.engines.vllm.translation import STREAM_FORMS, constraint_refusal, failure_of, vllm_request, with_usage
+from worker.engines.vllm.translation import (
+    STREAM_FORMS,
+    constraint_refusal,
+    failure_of,
+    vllm_request,
+    with_own_id,
+    with_usage,
+)
 
 CPU = WorkerConfig(model="small", vllm_slots=8)
 SMALL = Manifest(
@@ -105,6 +112,12 @@ def test_d25_usage_on_chunks_is_ours_to_tell() -> None:
     }
     last = b'{"choices":[],"usage":{"prompt_tokens":5}}'
     assert with_usage(last, counts) == last
+
+
+def test_d18_an_answer_by_anthropics_api_has_an_id_of_it() -> None:
+    asked = msgspec.structs.replace(job(b"{}"), endpoint="messages")
+    assert with_own_id(b'{"id":"chatcmpl-r","type":"message"}', asked) == b'{"id":"msg_r","type":"message"}'
+    assert with_own_id(b'{"id":"chatcmpl-r"}', job(b"{}")) == b'{"id":"chatcmpl-r"}'
 
 
 def test_no_salt_and_a_null_simulate_are_no_fields() -> None:

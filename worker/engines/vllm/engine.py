@@ -20,7 +20,15 @@ from worker.config import WorkerConfig
 from worker.engines.base import Counts, EngineFailure, EngineStats, Job
 from worker.engines.vllm.arguments import ENVIRONMENT, engine_arguments, task_of
 from worker.engines.vllm.asgi import AsgiCall, UnknownForm
-from worker.engines.vllm.translation import checked_answer, event_kind, failed, failure_of, vllm_request, with_usage
+from worker.engines.vllm.translation import (
+    checked_answer,
+    event_kind,
+    failed,
+    failure_of,
+    vllm_request,
+    with_own_id,
+    with_usage,
+)
 
 if TYPE_CHECKING:
     from worker.engines.vllm.parts import Parts, Record
@@ -134,14 +142,14 @@ class VllmEngine:
             if status != 200:
                 raise record.failure or failure_of(await call.body(), status, job.request_id)
             if not job.stream:
-                answer = checked_answer(await call.body())
+                answer = with_own_id(checked_answer(await call.body()), job)
                 if record.failure:
                     raise record.failure
                 whole = True
                 yield answer
                 return
             async for chunk in _chunks(call, job, record):
-                yield with_usage(chunk, counts) if request.usage_on_chunks else chunk
+                yield with_usage(chunk, counts) if request.usage_on_chunks else with_own_id(chunk, job)
             whole = True
         except EngineFailure:
             raise

@@ -98,6 +98,14 @@ def with_usage(chunk: bytes, counts: Counts) -> bytes:
     return b'%b,"usage":%b}' % (chunk[:-1], msgspec.json.encode(counts.usage()))
 
 
+def with_own_id(data: bytes, job: Job) -> bytes:
+    """An answer by Anthropic's API, or its first event, with an id of that API; vLLM gives it chat's."""
+    if job.endpoint != "messages" or b'"id":"chatcmpl-' not in data:
+        return data
+    request_id = job.request_id.encode()
+    return data.replace(b'"id":"chatcmpl-%b"' % request_id, b'"id":"msg_%b"' % request_id, 1)
+
+
 def _json_object(given: msgspec.Raw | None) -> dict[str, Any]:
     found = msgspec.json.decode(given) if given is not None else None
     return found if isinstance(found, dict) else {}
