@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -20,8 +21,9 @@ from pathlib import Path
 import structlog
 
 from contracts import registry
-from contracts.artifacts.files import BadArtifact, check_file, check_path, check_shards, part_size
-from contracts.artifacts.stores import PartSource, is_local
+from contracts.artifacts.files import TOKENIZER_FILES, BadArtifact, check_file, check_path, check_shards, part_size
+from contracts.artifacts.stores import PartSource, is_local, source_of
+from contracts.bus import Bus
 from contracts.messages.records import PART_BYTES, Artifact, Manifest
 
 FREE_BYTES_MIN = 256 << 20
@@ -63,11 +65,10 @@ class Cache:
         wanted = {path: artifact for path, artifact in manifest.artifacts.items() if only(path)}
         for path in wanted:
             check_path(path)
+        in_place = is_local(manifest.path)
         try:
-            for folder in (self._blobs, self._versions):
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                folder.parent.chmod(0o700)
-            if is_local(manifest.path):
+            await asyncio.to_thread(self._make, in_place)
+            if in_place:
                 files = {path: Path(manifest.path, path) for path in wanted}
             else:
                 files = await self._download(wanted, source, progress)
@@ -75,6 +76,20 @@ class Cache:
             return await asyncio.to_thread(self._link, manifest, files)
         except OSError as error:
             raise BadArtifact(f"the cache {self._blobs.parent} fails: {error.strerror or error}") from error
+
+    def _make(self, in_place: bool) -> None:
+        """Make the folders. Where files stay in place a cache that is read-only will do: links alone lie elsewhere."""
+        try:
+            for folder in (self._blobs, self._versions):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                folder.parent.chmod(0o700)
+            writable = os.access(self._versions, os.W_OK)
+        except OSError:
+            if not in_place:
+                raise
+            writable = False
+        if in_place and not writable:
+            self._versions = Path(tempfile.mkdtemp(prefix="headrace-"))
 
     async def _verify(self, files: dict[str, Path], wanted: dict[str, Artifact]) -> None:
         """Hash everything once more: disks and people change files. A blob that differs is taken out of the cache."""
@@ -179,6 +194,28 @@ class Cache:
                 work.rename(target)
             shutil.rmtree(work, ignore_errors=True)
         return target
+
+
+async def tokenizer_files(cache: Cache, bus: Bus, manifest: Manifest) -> Path:
+    """A directory with what who only counts tokens needs. Raises BadArtifact.
+
+    Files in place stay there: what lies beside them and was not published must be none that a tokenizer reads.
+    """
+    if not manifest.artifacts:
+        return Path(manifest.path)
+    if is_local(manifest.path):
+        await asyncio.to_thread(_check_in_place, manifest)
+        return Path(manifest.path)
+    return await cache.fetch(manifest, source_of(manifest, bus), only=TOKENIZER_FILES.__contains__)
+
+
+def _check_in_place(manifest: Manifest) -> None:
+    for name in TOKENIZER_FILES:
+        file = Path(manifest.path, name)
+        if name in manifest.artifacts:
+            check_file(file, name, manifest.artifacts[name])
+        elif file.exists():
+            raise BadArtifact(f"{file} is there, but was not published: take it out, or publish another version")
 
 
 def _plus(progress: Progress, done: int, total: int, size: int) -> None:

@@ -2,10 +2,13 @@
 with its token counter.
 """
 
+from functools import partial
+
 import msgspec
 import structlog
 
 from contracts import registry, subjects, topology
+from contracts.artifacts.fetch import Cache, cache_dir, tokenizer_files
 from contracts.bus import Bus, KvEntry, Watch
 from contracts.errors import HeadraceError
 from contracts.messages.records import PRICE_TIERS, Alias, Base, Manifest, ModelRecord, TenantRecord
@@ -14,6 +17,10 @@ from gateway.intake.choice import Candidate, Need, Offer
 from gateway.prompt.token_counter import TokenCounter
 
 _log = structlog.get_logger()
+
+
+CACHE_BYTES = 16 << 30
+"""Of tokenizers' files: hundreds of the largest."""
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -36,12 +43,17 @@ class Catalog:
         self._aliases: dict[str, Alias] = {}
         self._loads: dict[str, float | None] = {}
         self._watches: list[Watch] = []
+        self._cache = Cache(cache_dir(), CACHE_BYTES)
 
     async def start(self, bus: Bus) -> None:
         """Returns when the present state is known."""
+        self._bus = bus
         self._watches.append(await bus.kv.watch(topology.ALIASES, self._on_alias))
         self._watches.append(await bus.kv.watch(topology.VERSIONS, self._on_version))
         self._watches.append(await bus.kv.watch(topology.MODELS, self._on_model))
+
+    def _counter(self, manifest: Manifest) -> TokenCounter:
+        return TokenCounter(manifest, partial(tokenizer_files, self._cache, self._bus))
 
     async def close(self) -> None:
         """Stop watching."""
@@ -159,7 +171,7 @@ class Catalog:
             manifest = before.manifest
         # An adapter's prompts are counted with its base's tokenizer.
         same = before is not None and before.manifest == manifest
-        tokens = before.tokens if before is not None and same else TokenCounter(counted or manifest)
+        tokens = before.tokens if before is not None and same else self._counter(counted or manifest)
         self._models[record.name] = Model(record, manifest, tokens)
 
 

@@ -7,13 +7,15 @@ in calls that release the GIL, so that they do not delay streams.
 
 import asyncio
 import os
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
 
+from contracts.artifacts.files import BadArtifact
 from contracts.control_tokens import MARK, ControlTokens
 from contracts.errors import HeadraceError
 from contracts.messages.records import Manifest
@@ -35,10 +37,14 @@ wait longer for the GIL."""
 
 
 class TokenCounter:
-    """Counts for one manifest. A tokenizer is loaded in the background, on a thread."""
+    """Counts for one manifest. A tokenizer is loaded in the background, on a thread.
 
-    def __init__(self, manifest: Manifest) -> None:
+    ``locate`` gives a directory with its files, verified; without it they are taken from the manifest's ``path``.
+    """
+
+    def __init__(self, manifest: Manifest, locate: Callable[[Manifest], Awaitable[Path]] | None = None) -> None:
         self._manifest = manifest
+        self._locate = locate
         self._tokenizer: Tokenizer | None = None
         self._template: ChatTemplate | None = None
         self._loading: asyncio.Future[None] | None = None
@@ -61,7 +67,7 @@ class TokenCounter:
             self._load()  # The files may have come meanwhile.
         try:
             await asyncio.shield(self._loading)
-        except (OSError, ValueError, ImportError) as error:
+        except (OSError, ValueError, ImportError, BadArtifact) as error:
             _log.error("tokenizer_undecodable", model=self._manifest.name, reason=str(error))
             raise HeadraceError("unavailable", "The model's tokenizer cannot be loaded.", retry_after_s=5) from error
 
@@ -84,10 +90,14 @@ class TokenCounter:
         return await threads.run(tenant, size, ON_THE_SPOT_BYTES, callers_text.marked, fields, self._control)
 
     def _load(self) -> None:
-        self._loading = threads.start(self._read)
+        self._loading = asyncio.ensure_future(self._locate_and_read())
         self._loading.add_done_callback(_retrieve)
 
-    def _read(self) -> None:
+    async def _locate_and_read(self) -> None:
+        directory = await self._locate(self._manifest) if self._locate else Path(self._manifest.path)
+        await threads.start(partial(self._read, directory))
+
+    def _read(self, directory: Path) -> None:
         """On a thread. Imports cost .1 s, which the start of a gateway with simulated models does not pay."""
         # In parallel, texts would wait for each other in one pool of threads of the library's own, the event loop too.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -95,7 +105,6 @@ class TokenCounter:
 
         from gateway.prompt.chat_template import ChatTemplate
 
-        directory = Path(self._manifest.path)
         text = (directory / "tokenizer.json").read_text(encoding="utf-8")
         try:
             tokenizer = Tokenizer.from_str(text)

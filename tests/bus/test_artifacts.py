@@ -108,6 +108,32 @@ async def test_a_plain_directory_is_served_where_it_lies(bus: Bus, model: Path, 
     assert len(blobs(tmp_path)) >= 5, "by URL it is copied"
 
 
+async def test_in_place_a_cache_that_cannot_be_written_will_do(bus: Bus, model: Path, tmp_path: Path) -> None:
+    """As in a container whose image has the files."""
+    (tmp_path / "cache").write_text("no directory")
+    manifest = manifest_of(publish.described(publishable(model), quiet), path=str(model))
+    directory = await Cache(tmp_path / "cache", 1 << 40).fetch(manifest, source_of(manifest, bus))
+    assert contents(directory) == contents(model)
+    shutil.rmtree(directory.parent)
+    stored = await publish_to(BusParts(bus), model)
+    with pytest.raises(BadArtifact, match="the cache"):
+        await Cache(tmp_path / "cache", 1 << 40).fetch(stored, source_of(stored, bus))
+
+
+async def test_who_counts_gets_the_tokenizers_files_alone(bus: Bus, model: Path, cache: Cache, tmp_path: Path) -> None:
+    stored = await publish_to(BusParts(bus), model)
+    assert set(contents(await fetch.tokenizer_files(cache, bus, stored))) == {"tokenizer.json"}
+    in_place = manifest_of(stored.artifacts, path=str(model))
+    assert await fetch.tokenizer_files(cache, bus, in_place) == model
+    (model / "chat_template.jinja").write_text("{{ 'what nobody published' }}")
+    with pytest.raises(BadArtifact, match="was not published"):
+        await fetch.tokenizer_files(cache, bus, in_place)
+    (model / "chat_template.jinja").unlink()
+    (model / "tokenizer.json").write_text("[]")
+    with pytest.raises(BadArtifact, match="has the sha256"):
+        await fetch.tokenizer_files(cache, bus, in_place)
+
+
 async def test_an_upload_that_was_cut_off_goes_on(bus: Bus, model: Path, cache: Cache) -> None:
     store = BusParts(bus)
     sent: list[str] = []
