@@ -338,7 +338,7 @@ async def test_c44_a_bug_is_500_without_a_traceback(world: World, monkeypatch: p
         raise RuntimeError("secret detail")
 
     monkeypatch.setattr("gateway.apis.api.Api.validate", boom)
-    monkeypatch.setattr("gateway.http.routes.Model.of", boom)
+    monkeypatch.setattr("gateway.http.model_list.Model.of", boom)
     for response in (await world.post(BASE), await world.client.get("/v1/models")):
         assert response.status_code == 500
         assert error_of(response)["code"] == "internal_error"
