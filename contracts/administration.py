@@ -134,6 +134,9 @@ class Administration:
         """Remove a version that is not served."""
         async with self._recorded("models.unpublish", _pin(name, version)) as record:
             manifest = await registry.version(self._bus, name, version)
+            shown = await registry.find_rollout(self._bus, name)
+            if shown is not None and shown.open and shown.plan.to == version:
+                raise HeadraceError("conflict", f"a roll-out to it is open: `headrace rollout abort {name}` first")
             await registry.remove_version(self._bus, name, version)
             record.changed = registry.Changed(_bare(manifest), None)
 

@@ -242,7 +242,7 @@ def _ledger_publishes(own: Own) -> Iterator[str]:
     yield f"$JS.API.STREAM.PURGE.{topology.ATTEMPTS}"
     yield from _keep(topology.BUDGETS)
     yield from _watch(topology.PRICES, topology.INVOICES)
-    yield from _follow(topology.ROLLOUT_EVENTS, form(subjects.rollout))
+    yield from _read(topology.ROLLOUT_EVENTS)
     yield from _keep(topology.INVOICES)
 
 

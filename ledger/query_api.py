@@ -38,6 +38,7 @@ from ledger.core import deliveries, explain, invoices, money, phases, queries, q
 from ledger.core.query_limits import BadQuery
 from ledger.invoices import Invoices
 from ledger.prices import Prices
+from ledger.rollouts import Rollouts
 from ledger.store import Store, StoreError
 
 log = structlog.get_logger(__name__)
@@ -63,7 +64,10 @@ class QueryApi:
     ``bytes_max``: of an answer; rows that do not fit are left to the next page.
     """
 
-    def __init__(self, store: Store, prices: Prices, issued: Invoices, bytes_max: int) -> None:
+    def __init__(
+        self, store: Store, prices: Prices, issued: Invoices, bytes_max: int, rollouts: Rollouts | None = None
+    ) -> None:
+        self._rollouts = rollouts
         self._store = store
         self._prices = prices
         self._invoices = issued
@@ -172,10 +176,11 @@ class QueryApi:
         delivery = (await self._deliveries([events[0].request_id])).get(events[0].request_id)
         told = phases.times(events, delivery)
         amount = sum(values[-1] for values in found)
+        rollouts = await self._rollouts.of(events[0].model) if self._rollouts and events[0].arm else []
         currency = next((values[-2] for values in found if values[-2]), "")
         return ExplainAnswer(
             attempts=events,
-            text=explain.explain(events, amount, currency, others),
+            text=explain.explain(events, amount, currency, others, rollouts),
             times=told,
             amount=money.decimal(amount),
             currency=currency,

@@ -21,6 +21,7 @@ from ledger.ingest import DURABLE, Ingest
 from ledger.invoices import Invoices
 from ledger.prices import Prices
 from ledger.query_api import QueryApi
+from ledger.rollouts import Rollouts
 from ledger.rollups import Rollups
 from ledger.sql_endpoint.http import SqlEndpoint
 from ledger.sql_endpoint.session import Sessions
@@ -107,7 +108,11 @@ class Ledger:
         prices = Prices(self._bus, self._store)
         await prices.start()
         query_api = QueryApi(
-            self._store, prices, Invoices(self._bus), self._bus.session.max_payload - ANSWER_MARGIN_BYTES
+            self._store,
+            prices,
+            Invoices(self._bus),
+            self._bus.session.max_payload - ANSWER_MARGIN_BYTES,
+            Rollouts(self._bus),
         )
         queries = await self._bus.subscribe(
             subjects.USAGE_QUERIES, query_api.answer, queue=QUEUE, concurrent=True, limit=QUERIES_MAX

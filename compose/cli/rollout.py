@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Roll-outs of new versions, judged while they run.")
 
-_SPAN = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)?\Z")
+_SPAN = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)?\Z", re.ASCII)
 _UNIT_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, None: 1_000}
 
 ModelArgument = Annotated[str, typer.Argument(help="Name of the model.")]

@@ -30,6 +30,7 @@ from gateway.apis.fields import model_of
 from gateway.intake.auth import Identity
 from gateway.intake.catalog import Catalog, Model
 from gateway.intake.choice import MOVES_ON, Candidate, Need, capabilities_of
+from gateway.intake.conversation import conversation_of
 from gateway.intake.rate_limits import RateLimitsSeen
 from gateway.intake.reading_budget import ReadingBudget
 from gateway.prompt import threads
@@ -228,6 +229,7 @@ class Intake:
             client_request_id=context.client_request_id,
             traceparent=context.traceparent,
             idempotency=idempotency,
+            conversation=conversation_of(parsed.fields),
             prefix_caching=tenant.prefix_caching,
             body_bytes=len(body) if len(body) > self._claim_check_bytes else 0,
             requested_model=parsed.name if parsed.name != manifest.name else "",

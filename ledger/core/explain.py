@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.deliveries import Delivery
+from contracts.messages.rollouts import RolloutEvent
 from ledger.core import money
 
 _WHY_CANCELLED = {
@@ -20,10 +21,16 @@ _WHY_CANCELLED = {
 }
 
 
-def explain(attempts: Sequence[AttemptEvent], amount_pico: int, currency: str, others: Sequence[str] = ()) -> list[str]:
+def explain(
+    attempts: Sequence[AttemptEvent],
+    amount_pico: int,
+    currency: str,
+    others: Sequence[str] = (),
+    rollouts: Sequence[RolloutEvent] = (),
+) -> list[str]:
     """A line for the request, one or two for each attempt, and one for what is charged. ``attempts`` is not empty.
 
-    ``others``: request ids to which the caller gave the same id before.
+    ``others``: request ids to which the caller gave the same id before. ``rollouts``: what became of the model's.
     """
     first, last = attempts[0], attempts[-1]
     lines = [
@@ -40,6 +47,7 @@ def explain(attempts: Sequence[AttemptEvent], amount_pico: int, currency: str, o
     if first.admitted_at_ms:
         admitted = f"Admitted at {_instant(first.admitted_at_ms)}; {first.reserved_tokens} tokens reserved."
         lines.append(f"{admitted} Times count from then.")
+    lines += rolled_out(first, rollouts)
     for number, event in enumerate(attempts):
         lines += _attempt(event, followed=number + 1 < len(attempts))
     if not last.attempt:
@@ -47,6 +55,27 @@ def explain(attempts: Sequence[AttemptEvent], amount_pico: int, currency: str, o
     elif last.outcome in ("failed", "lost"):
         lines.append(f"No attempt followed attempt {last.attempt}: {_why_no_more(attempts)}.")
     lines.append(_charge(attempts, amount_pico, currency))
+    return lines
+
+
+_ARMS = {
+    "stable": "A roll-out left it to the stable version",
+    "canary": "A roll-out gave it to the new version",
+    "shadow": "It is a copy that a roll-out made for the new version; nobody saw the answer",
+}
+
+
+def rolled_out(first: AttemptEvent, rollouts: Sequence[RolloutEvent]) -> list[str]:
+    """Which side of a roll-out the request was on, and how that ended, with the numbers."""
+    if not first.arm:
+        return []
+    begun = [each for each in rollouts if each.news == "started" and each.at_ms <= first.admitted_at_ms]
+    if not begun:
+        return [f"{_ARMS[first.arm]}."]
+    lines = [f"{_ARMS[first.arm]}: it went from {begun[-1].stable} to {begun[-1].to}."]
+    for each in rollouts:
+        if each.id == begun[-1].id and each.news in ("stopped", "aborted", "promoted", "bad_worker"):
+            lines.append(f"That roll-out: {each.news.replace('_', ' ')} at {_instant(each.at_ms)}: {each.reason}")
     return lines
 
 

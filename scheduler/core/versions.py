@@ -40,6 +40,7 @@ class Life(Protocol):
     queue: FairQueue
     settings: Settings
     now_ms: int
+    recovering: bool
 
     def do(self, effect: events.Effect) -> None:
         """Add an effect of the present step."""
@@ -157,8 +158,8 @@ class Versions:
 
     def pass_time(self) -> None:
         """Steps go on, and who waits for a version that has no worker is sent home."""
-        if self.rollout is None or self.rollout.over:
-            return
+        if self.rollout is None or self.rollout.over or self._life.recovering:
+            return  # Which workers there are is not known before the takeover is complete.
         pool, to = self._life.pool, self.rollout.plan.to
         self._backlog = sum(
             request.envelope.version == to and request.state in WAITING for request in self._life.requests.values()

@@ -105,6 +105,7 @@ def check_invariants(life: Lifecycle) -> None:
         assert worker.slots_reserved <= worker.beat.slots or worker.beat.state == "starting"
         for request_id in worker.work:
             assert life.requests[request_id].worker == worker.beat.worker
+            assert life.requests[request_id].envelope.version in ("", worker.beat.version), "it keeps its version"
     for request in requests:
         assert request.state not in (State.NEW, State.SETTLED), request
         assert not (request.state is State.QUEUED and request.dispatched_at_ms), request

@@ -158,7 +158,7 @@ MAY_PUBLISH: dict[str, set[str]] = {
     "ledger-0": {"dead", "ATTEMPTS purged", "ATTEMPTS read"}
     | kept("budgets", "invoices")
     | watched("prices", "invoices")
-    | {"ROLLOUT_EVENTS unfollowed"}
+    | read("ROLLOUT_EVENTS")
     | SEEN,
     "t.T1": {"submit T1", "cancel T1", "status T1", "frames T1", "frames T1 of another", "usage T1", "beat of T1"},
 }

@@ -50,8 +50,9 @@ LONG_LEASE: dict[str, Any] = {**QUICK, "lease_ttl_s": 20, "lease_renew_s": 10.0}
 class Worker:
     """What a scheduler sees of a worker; it runs nothing by itself."""
 
-    def __init__(self, bus: Bus, name: str, slots: int) -> None:
+    def __init__(self, bus: Bus, name: str, slots: int, version: str = "v1") -> None:
         self.name = name
+        self.version = version
         self.slots = slots
         self.epoch = Epoch()
         self.deaf = False
@@ -83,7 +84,7 @@ class Worker:
             self._bus.jetstream,
             topology.WORK,
             f"w-{self.name}",
-            subjects.work(MODEL, "v1", self.name),
+            subjects.work(MODEL, self.version, self.name),
             take,
             ack_wait_s=60,
             credit=lambda: 1,
@@ -96,7 +97,7 @@ class Worker:
         return WorkerHeartbeat(
             worker=self.name,
             model=MODEL,
-            version="v1",
+            version=self.version,
             state="ready",
             epoch=self.epoch,
             slots=self.slots,
@@ -287,9 +288,9 @@ class Shell:
 
     # Workers and streams -----------------------------------------------------------------------------------
 
-    async def worker(self, *, slots: int = 1, heard: bool = True) -> Worker:
+    async def worker(self, *, slots: int = 1, heard: bool = True, version: str = "v1") -> Worker:
         """A worker that is ready; ``heard``: and sends heartbeats."""
-        worker = Worker(self.bus, ids.incarnation("w"), slots)
+        worker = Worker(self.bus, ids.incarnation("w"), slots, version)
         self.workers.append(worker)
         if heard:
             await worker.start()

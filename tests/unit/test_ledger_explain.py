@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from contracts.messages.attempts import AttemptEvent
+from contracts.messages.rollouts import RolloutEvent, RolloutNews
 from ledger.core import explain
 
 AT = 1_793_491_200_000
@@ -105,3 +106,24 @@ def test_other_ends(changes: dict[str, Any], part: str) -> None:
 
 def test_without_a_price_it_says_so() -> None:
     assert "no price holds for it" in "\n".join(explain.explain([event()], 0, ""))
+
+
+def news(what: RolloutNews, at_ms: int, rollout: str = "1", reason: str = "") -> RolloutEvent:
+    return RolloutEvent(id=rollout, model="m", news=what, stable="v1", to="v2", share=0.0, at_ms=at_ms, reason=reason)
+
+
+def test_a_request_of_a_roll_out_tells_how_that_ended() -> None:
+    told = [
+        news("started", AT - 9_000, "0"),
+        news("promoted", AT - 5_000, "0", "every step went well"),
+        news("started", AT - 100),
+        news("step", AT - 50),
+        news("stopped", AT + 900, reason="v2 is worse than v1 by errors: e = 7,000"),
+        news("started", AT + 5_000, "2"),
+    ]
+    text = "\n".join(explain.explain([event(arm="canary", version="v2")], 0, "", (), told))
+    assert "A roll-out gave it to the new version: it went from v1 to v2." in text
+    assert "That roll-out: stopped at" in text and "by errors: e = 7,000" in text
+    assert "every step" not in text
+    assert "roll-out" not in "\n".join(explain.explain([event()], 0, "", (), told))
+    assert "It is a copy that a roll-out made" in explained(event(arm="shadow", billable=False))

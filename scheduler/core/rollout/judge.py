@@ -5,7 +5,7 @@ the whole roll-out, and from the moment at which the limit is crossed: what hang
 the roll-out gave it first, whoever answers in the end. The death of an engine is one incident, however many it ran.
 
 Stop when any criterion's e-value against the version reaches CRITERIA / ALPHA, at any moment; go on only with the
-reverse evidence. Numbers and their reasons stand in ``tests/bench/README.md``.
+reverse evidence. ``tests/bench/bench_rollout`` measures how well it judges.
 """
 
 import hashlib
