@@ -26,7 +26,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         HEADRACE_TRACE_SAMPLE="1",
     ).wait_ready()
     try:
-        canary.say(stack, TEXT, engine="simulated")
+        canary.say(stack, TEXT, engine="simulated", name=stack.model)
         yield stack
     finally:
         stack.stop()

@@ -13,9 +13,9 @@ BODIES_LIE_IN = ("REQUESTS", "WORK", "BODIES")
 """Streams of the bus that hold the bodies of open requests; what ended is freed when the server compacts a block."""
 
 
-def say(stack: Stack, text: str, *, engine: str) -> int:
-    """Ask by every API, well and badly, with ``text`` in what only the caller and the engine may see; how often."""
-    model = {"model": stack.model}
+def say(stack: Stack, text: str, *, engine: str, name: str) -> int:
+    """Ask the model ``name`` by every API, well and badly, with ``text`` in what its caller wrote; how often."""
+    model = {"model": name}
     asked = 0
     with stack.client() as client:
         for path, body in (*_good(text, engine), *_bad(text)):
@@ -23,7 +23,7 @@ def say(stack: Stack, text: str, *, engine: str) -> int:
                 given = json.dumps(model | body | ({"stream": True} if stream else {}))
                 client.post(path, content=given, headers={"content-type": "application/json"})
                 asked += 1
-        for content in (f'{{"messages": "{text}', f'{{"model": "{stack.model}", "prompt": ["{text}"}}', text):
+        for content in (f'{{"messages": "{text}', f'{{"model": "{name}", "prompt": ["{text}"}}', text):
             client.post("/v1/chat/completions", content=content)
             asked += 1
     for key in (f"hr_{text}{'x' * 20}", text):
@@ -33,7 +33,7 @@ def say(stack: Stack, text: str, *, engine: str) -> int:
             headers={"authorization": f"Bearer {key}"},
             trust_env=False,
         )
-    stack.cli("submit", stack.model, text, "--max-tokens", "2")
+    stack.cli("submit", name, text, "--max-tokens", "2")
     return asked + 3
 
 

@@ -459,14 +459,14 @@ def test_variables_that_the_template_does_not_read_change_nothing(vllm_stack: St
 def test_d31_vllm_writes_no_text_of_a_request(vllm_stack: Stack) -> None:
     """Whatever it says of what it cannot do: its own logs are in ours."""
     text = "KanarienvogelZwitschert8"
-    canary.say(vllm_stack, text, engine="vllm")
+    canary.say(vllm_stack, text, engine="vllm", name=MODEL)
     assert "request_finished" in (vllm_stack.data_dir / "logs" / "gateway-0.log").read_text()
     assert canary.files_with(vllm_stack.data_dir, text) == []
 
 
 def test_vllms_own_metrics_are_on_its_workers_page(vllm_stack: Stack) -> None:
     with vllm_stack.client() as client:
-        body = {"model": vllm_stack.model, "messages": FRANCE, "max_tokens": 2}
+        body = {"model": MODEL, "messages": FRANCE, "max_tokens": 2}
         assert client.post("/v1/chat/completions", json=body).status_code == 200
     urls = vllm_stack.run.metrics_urls["worker"]
     page = "".join(httpx.get(url, trust_env=False, timeout=30).text for url in urls)
