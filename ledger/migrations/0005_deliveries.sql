@@ -30,9 +30,3 @@ PARTITION BY toYYYYMM(requested_at)
 ORDER BY (tenant, requested_at, request_id)
 TTL toDateTime(requested_at) + INTERVAL 35 DAY
 SETTINGS fsync_after_insert = 0;
-
-ALTER TABLE attempts
-    ADD COLUMN IF NOT EXISTS started_at DateTime64(3, 'UTC') CODEC(ZSTD(1)) COMMENT '1970: never, or not told' AFTER dispatched_at,
-    ADD COLUMN IF NOT EXISTS traceparent String CODEC(ZSTD(1)) AFTER client_request_id;
-
-CREATE OR REPLACE VIEW usage AS SELECT * FROM attempts FINAL;
