@@ -484,7 +484,10 @@ async def test_the_billing_rule(store: Store, query_api: QueryApi) -> None:
         "cancelled before the first token": (ended("cancelled", 0, code="cancelled"), 0),
         "failed": (ended("failed", 10, code="engine_error"), 0),
         "engine died": (ended("failed", 10, code="engine_error", engine_death=True), 0),
-        "lost": (msgspec.structs.replace(ended("failed", 10, code="worker_lost"), outcome="lost", reporter="scheduler"), 0),
+        "lost": (
+            msgspec.structs.replace(ended("failed", 10, code="worker_lost"), outcome="lost", reporter="scheduler"),
+            0,
+        ),
         "expired": (
             msgspec.structs.replace(
                 ended("cancelled", 0, code="cancelled"), attempt=0, outcome="expired", prompt_tokens=0, cached_tokens=0
