@@ -89,7 +89,15 @@ class Streams:
         if refuse is not None:
             raise refuse
 
-    async def store(self, subject: str, data: bytes, *, msg_id: str, expect_last: int | None = None) -> Stored:
+    async def store(
+        self,
+        subject: str,
+        data: bytes,
+        *,
+        msg_id: str,
+        expect_last: int | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Stored:
         self._refuse()
         world = self.world
         if subject.startswith("quarantine."):
@@ -326,9 +334,9 @@ OF_ROLLOUTS = {events.KeepRollout, events.TellRollout, events.SetStable, events.
 
 async def test_every_effect_of_the_scheduler_is_done_as_the_model_does_it(inputs: list[Sample]) -> None:
     seen = {type(effect) for world, slot, op in inputs for effect in stepped(world, slot, op)[1]}
-    assert seen | {events.RiseAbove, events.DeleteBody} | OF_ROLLOUTS == set(events.Effect.__subclasses__()), (
-        "an effect that no walk needs, or the model does not know"
-    )
+    assert seen | {events.RiseAbove, events.DeleteBody, events.TellSpending} | OF_ROLLOUTS == set(
+        events.Effect.__subclasses__()
+    ), "an effect that no walk needs, or the model does not know"
     assert not (parted := await differences(inputs)), "\n".join(parted[:3])
 
 
