@@ -50,7 +50,7 @@ async def world(nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
         async def known() -> bool:
             listed = (await world.client.get("/v1/models")).json()["data"]
-            return [len(model["endpoints"]) for model in listed] == [1, 4]
+            return [len(model["endpoints"]) for model in listed if not model["alias_of"]] == [1, 4]
 
         await until(known)
         yield world

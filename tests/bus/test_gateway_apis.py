@@ -25,6 +25,7 @@ TEMPLATE = """{% for message in messages %}<{{ message.role }}> {{ message.conte
 {%- if tools %}{% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif %}"""
 MESSAGE: dict[str, Any] = {"model": MODEL, "max_tokens": 7, "messages": [{"role": "user", "content": "one two"}]}
 RESPONSE: dict[str, Any] = {"model": MODEL, "input": "one two three"}
+HOSTED = [{"type": "web_search", "name": "w"}]
 FORBIDDEN = {"cache_salt": "x", "priority": 1, "request_id": "x", "kv_transfer_params": {}, "vllm_xargs": {"a": 1}}
 
 
@@ -163,7 +164,7 @@ async def test_an_anthropic_key_header_is_as_good_and_errors_have_anthropics_sha
         ("messages", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
-        ("messages", {"tools": [{"type": "web_search_1", "name": "w", "input_schema": {}}]}, "tools[0].type"),
+        ("messages", {"tools": HOSTED, "tool_choice": {"type": "tool", "name": "w"}}, "tool_choice"),
         ("messages", {"tool_choice": {"type": "any"}}, "tool_choice"),
         ("messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
         ("messages", {"stop_sequences": [""]}, "stop_sequences[0]"),
@@ -172,7 +173,7 @@ async def test_an_anthropic_key_header_is_as_good_and_errors_have_anthropics_sha
         ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ("responses", {"input": [{"role": "user"}]}, "input[0]"),
         ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ("responses", {"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ("responses", {"tools": HOSTED, "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ("responses", {"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ("responses", {"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ("responses", {"previous_response_id": "resp_1"}, "previous_response_id"),
