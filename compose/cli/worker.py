@@ -29,11 +29,12 @@ def worker_list(data_dir: DataDirOption = None, as_json: JsonOption = False) -> 
 def worker_add(
     model: Annotated[str, typer.Argument(help="A model in the registry.")],
     count: Annotated[int, typer.Option(min=1, max=WORKERS_MAX)] = 1,
+    version: Annotated[str, typer.Option(show_default="the stable one", help="Of the model; for a roll-out.")] = "",
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Start workers of a model; returns once they are ready."""
-    _show(ask(data_dir, control.AddWorkers(model, count)), as_json=as_json)
+    _show(ask(data_dir, control.AddWorkers(model, count, version)), as_json=as_json)
 
 
 @app.command("remove")
@@ -60,5 +61,7 @@ def ask(data_dir: Path | None, call: control.Call) -> control.Answer:
 def _show(answer: control.Answer, *, as_json: bool) -> None:
     for note in answer.notes:
         print(f"note: {note}", file=sys.stderr)
-    rows: list[tuple[Any, ...]] = [(it.name, it.model, it.state, it.pid or "-") for it in answer.workers]
-    show(answer.workers, table(("worker", "model", "state", "pid"), rows), as_json=as_json)
+    rows: list[tuple[Any, ...]] = [
+        (it.name, it.model, it.version or "stable", it.state, it.pid or "-") for it in answer.workers
+    ]
+    show(answer.workers, table(("worker", "model", "version", "state", "pid"), rows), as_json=as_json)

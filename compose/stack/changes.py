@@ -66,13 +66,13 @@ class Changes:
     async def _add(self, call: AddWorkers) -> Answer:
         async with self._bus() as bus, self._adding:
             record = await registry.model(bus, call.model)
-            if base := (await registry.version(bus, record.name, record.stable)).base:
+            if base := (await registry.version(bus, record.name, call.version or record.stable)).base:
                 raise ComposeError(
                     f"{call.model} is an adapter: the workers of {base.model} serve it; add one of those"
                 )
             async with audit.recorded(bus, operator(), "workers.add", call.model, call):
                 await self._admit([self._workers.user(ahead) for ahead in range(call.count)])
-                added = [self._workers.add(call.model) for _ in range(call.count)]
+                added = [self._workers.add(call.model, call.version) for _ in range(call.count)]
         try:
             await self._workers.wait_ready(added)
         finally:

@@ -30,6 +30,8 @@ class AddWorkers(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
 
     model: str
     count: Annotated[int, Meta(ge=1, le=WORKERS_MAX)]
+    version: str = ""
+    """Empty: whichever is the stable one when a worker starts."""
 
 
 class RemoveWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -58,6 +60,8 @@ class ShownWorker(msgspec.Struct, frozen=True):
 
     name: str
     model: str
+    version: str
+    """That it was started with; empty: whichever was the stable one."""
     pid: int | None
     """None between two lives."""
     state: str

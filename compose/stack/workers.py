@@ -51,21 +51,21 @@ class Workers:
         self._options = options
         self._supervisor = supervisor
         self._start = start
-        self._models: dict[str, str] = {}
-        """By name, of all that there were."""
+        self._pools: dict[str, tuple[str, str]] = {}
+        """Model and version by name, of all that there were."""
 
     def user(self, ahead: int = 0) -> str:
         """Name of the next worker, or of one after it: no name comes twice while the stack runs."""
-        return f"worker-{len(self._models) + ahead}"
+        return f"worker-{len(self._pools) + ahead}"
 
-    def add(self, model: str) -> Child:
-        """Start one more."""
-        index = len(self._models)
-        self._models[self.user()] = model
-        return self._start(index, self._settings(index, model))
+    def add(self, model: str, version: str = "") -> Child:
+        """Start one more; without a version it serves whichever is the stable one when it starts."""
+        index = len(self._pools)
+        self._pools[self.user()] = (model, version)
+        return self._start(index, self._settings(index, model, version))
 
     def of(self, model: str) -> list[Child]:
-        return [child for child in self._supervisor.of("worker") if self._models[child.spec.name] == model]
+        return [child for child in self._supervisor.of("worker") if self._pools[child.spec.name][0] == model]
 
     def named(self, name: str) -> Child:
         """By its name, or that of its present life on the bus; raises ComposeError."""
@@ -77,7 +77,7 @@ class Workers:
 
     def shown(self, children: Sequence[Child]) -> list[ShownWorker]:
         return [
-            ShownWorker(child.spec.name, self._models[child.spec.name], child.pid, _state(child)) for child in children
+            ShownWorker(child.spec.name, *self._pools[child.spec.name], child.pid, _state(child)) for child in children
         ]
 
     async def wait_ready(self, children: Sequence[Child]) -> None:
@@ -93,12 +93,13 @@ class Workers:
             slow = ", ".join(f"{each.spec.name} ({each.reason})" for each in children if not each.ready.is_set())
             raise ComposeError(f"not ready within {READY_S:g} s, and still tried: {slow}") from error
 
-    def _settings(self, index: int, model: str) -> dict[str, str]:
+    def _settings(self, index: int, model: str, version: str) -> dict[str, str]:
         """Of either engine: the model's manifest says which one it is."""
         options = self._options
         cores = sorted(os.sched_getaffinity(0))
         return {
             "HEADRACE_MODEL": model,
+            "HEADRACE_VERSION": version,
             "HEADRACE_SIM_SLOTS": str(options.sim_slots),
             "HEADRACE_SIM_KV_TOKENS": str(options.sim_kv_tokens),
             "HEADRACE_SIM_PREFILL_TPS": str(options.sim_prefill_tps),

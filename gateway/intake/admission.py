@@ -214,6 +214,7 @@ class Intake:
             tenant=tenant.name,
             key_id=context.identity.key_id,
             model=manifest.name,
+            version="" if candidate.model == manifest.name else manifest.version,
             endpoint=api.endpoint,
             stream=valid.stream,
             prompt_tokens=sum(prompts),

@@ -40,6 +40,8 @@ class Catalog:
         self._records: dict[str, ModelRecord] = {}
         self._versions: dict[str, Manifest] = {}
         """Both by their keys."""
+        self._pins: dict[str, Model] = {}
+        """Versions that callers have named, by ``model@version``, with token counters of their own."""
         self._aliases: dict[str, Alias] = {}
         self._loads: dict[str, float | None] = {}
         self._watches: list[Watch] = []
@@ -69,8 +71,11 @@ class Catalog:
         return [self._models[name].manifest for name in self.names() if _may_use(tenant, self._models[name])]
 
     def resolve(self, name: str, tenant: TenantRecord) -> Model:
-        """The model; raises HeadraceError (model_not_found) also for one that the tenant may not use."""
-        model = self._models.get(name)
+        """The model, or that version of it which ``model@version`` names.
+
+        Raises HeadraceError (model_not_found) also for one that the tenant may not use.
+        """
+        model = self._models.get(name) or self._pinned(name)
         if model is None or not _may_use(tenant, model):
             raise _unknown(name)
         return model
@@ -95,7 +100,10 @@ class Catalog:
         offers = {manifest.name: self._offer(manifest) for manifest in self.visible(tenant)}
         if (alias := self._alias(name)) is not None:
             return choice.of_alias(alias, offers, need)
-        record = self.resolve(name, tenant).record
+        model = self.resolve(name, tenant)
+        record = model.record
+        if name != record.name:  # A version that was asked for has no stand-in.
+            return choice.of_model(self._offer(model.manifest, name), [], need)
         fallbacks = [offers[each] for each in record.fallbacks if each in offers] if tenant.fallback else []
         return choice.of_model(offers[name], fallbacks, need)
 
@@ -103,9 +111,26 @@ class Catalog:
         """How a model was at the last look (``Offer.load``)."""
         self._loads[name] = load
 
-    def _offer(self, manifest: Manifest) -> Offer:
+    def _offer(self, manifest: Manifest, name: str = "") -> Offer:
         load = self._loads.get(manifest.name, 0.0)
-        return Offer(manifest.name, manifest.endpoints, manifest.capabilities, manifest.price_tier, load)
+        return Offer(name or manifest.name, manifest.endpoints, manifest.capabilities, manifest.price_tier, load)
+
+    def _pinned(self, name: str) -> Model | None:
+        """Its prompts are counted with the version's own tokenizer, an adapter's with its base's."""
+        model, _, version = name.rpartition("@")
+        served = self._models.get(model)
+        manifest = self._versions.get(f"{subjects.encode_or_empty(model)}.{subjects.encode_or_empty(version)}")
+        if served is None or manifest is None:
+            self._pins.pop(name, None)
+            return None
+        counted = manifest.base and self._versions.get(_place(manifest.base.model, manifest.base.version))
+        if manifest.base and not counted:
+            return None
+        before = self._pins.get(name)
+        same = before is not None and before.manifest == manifest
+        tokens = before.tokens if before is not None and same else self._counter(counted or manifest)
+        self._pins[name] = Model(served.record, manifest, tokens)
+        return self._pins[name]
 
     def _alias(self, name: str) -> Alias | None:
         """A model's own name is never an alias."""

@@ -90,3 +90,13 @@ async def test_a_copy_at_another_key_is_no_version(bus: Bus) -> None:
     entry = (await bus.kv.all(topology.VERSIONS)).popitem()[1]
     await bus.kv.put(topology.VERSIONS, f"stolen.{subjects.encode('v1')}", entry.value)
     assert [each.name for each in await registry.versions(bus)] == [FIRST.name]
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"), [("vllm", "may not state these"), ("simulated", "unknown field `speed`")]
+)
+async def test_arguments_that_no_engine_has_are_not_entered(bus: Bus, engine: str, reason: str) -> None:
+    manifest = msgspec.structs.replace(FIRST, engine=engine, engine_arguments={"speed": "high"})
+    with pytest.raises(HeadraceError, match=reason):
+        await registry.put_version(bus, manifest)
+    assert await registry.models(bus) == []

@@ -104,7 +104,6 @@ async def test_a_published_version_is_fetched_verified_and_served(
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "an engine that does not start": ({"engine_arguments": {"fails_to_start": True}}, "does not start"),
-    "arguments that no engine has": ({"engine_arguments": {"speed": "high"}}, "engine arguments are not valid"),
     "another golden answer": ({"golden": Golden(prompt="a b", text="what nobody says")}, "golden answer differs"),
     "another tokenizer": (
         {"engine_arguments": {"counts_as": "theirs"}, "fingerprint": "ours"},

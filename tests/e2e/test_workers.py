@@ -13,7 +13,7 @@ import pytest
 from compose.stack import control
 from compose.stack.data_dir import ComposeError, DataDir
 from tests.support.polling import wait_until
-from tests.support.stack import ENVIRONMENT, Stack, alive, headrace
+from tests.support.stack import ENVIRONMENT, Stack, StartStack, alive, headrace
 
 HELLO = [{"role": "user", "content": "one two three"}]
 A_CHAT = {"messages": HELLO, "max_tokens": 3}
@@ -87,6 +87,23 @@ def test_a_worker_comes_and_goes_and_nothing_restarts(stack: Stack) -> None:
     assert len(after.metrics_urls["worker"]) == len(after.pids["worker"]) == 3
     actions = [(each["action"], each["result"]) for each in stack.cli_json("audit")]
     assert ("workers.add", "done") in actions and ("workers.remove", "done") in actions
+
+
+def test_a_new_version_is_published_served_and_promoted_by_commands_alone(start_stack: StartStack) -> None:
+    """While it is rolled out a pin reaches it; what has no pin goes there once it is the stable one."""
+    stack = start_stack()
+    name = stack.model
+    stack.cli_json("model", "publish", name, "--version", "next", "--engine", "simulated")
+    refused = stack.cli("worker", "add", name, "--version", "none")
+    assert refused.returncode == 1 and "no version none" in refused.stderr
+    [added] = stack.cli_json("worker", "add", name, "--version", "next")
+    assert (added["model"], added["version"], added["state"]) == (name, "next", "ready")
+    assert stack.cli("rollout", "start", name, "--to", "next", "--steps", "1,100", "--hold", "1h").returncode == 0
+    with stack.client() as client:
+        answer = client.post("/v1/chat/completions", json=A_CHAT | {"model": f"{name}@next"})
+    assert answer.headers.get("x-headrace-model") == f"{name}@next", answer.text
+    assert stack.cli("rollout", "promote", name).returncode == 0
+    wait_until(lambda: ask(stack, name).headers.get("x-headrace-model") == f"{name}@next", "it is the stable one")
 
 
 def test_a_model_comes_and_goes(stack: Stack) -> None:
