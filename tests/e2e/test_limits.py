@@ -27,7 +27,7 @@ def tenant(stack: Stack, name: str, *limits: str) -> str:
 
 
 def test_d01_who_hangs_up_before_the_first_token_has_spent_the_prompt(stack: Stack) -> None:
-    key = tenant(stack, "hasty", "--input-tpm", "5000")
+    key = tenant(stack, "hangs-up", "--input-tpm", "5000")
     words = {"messages": [{"role": "user", "content": "word " * 2000}]}
     script = {"simulate": {"tokens": ["a"], "ttft_ms": 20_000}}
     body = chat(stack, stream=True, max_tokens=5) | words | script
@@ -41,7 +41,7 @@ def test_d01_who_hangs_up_before_the_first_token_has_spent_the_prompt(stack: Sta
                 hung_up += 1
     assert refused.status_code == 429 and "input tokens per minute" in refused.text
     assert 2 <= hung_up <= 3, "5,000, and what a few seconds refill, over 2,000"
-    usage = stack.cli_json("usage", "--tenant", "hasty", "--by", "outcome")["data"]
+    usage = stack.cli_json("usage", "--tenant", "hangs-up", "--by", "outcome")["data"]
     assert all(row["amount"] == "0" and row["completion_tokens"] == 0 for row in usage), "the bill is another question"
 
 
