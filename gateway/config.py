@@ -23,6 +23,8 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     """Open connections of callers, at each of both addresses: each may cost 100 KB."""
     connections_per_address_max: Count = 2048
     """Of one client's address; raise it when a proxy in front is the only client."""
+    cache: str = ""
+    """Where files of tokenizers are kept; empty: $XDG_CACHE_HOME/headrace, else ~/.cache/headrace."""
     cors_origins: tuple[str, ...] = ("*",)
     """Origins whose pages may call the API; ``*`` is all: a key in a header, not a cookie, authenticates."""
     grace_s: Annotated[float, Meta(ge=0)] = 25.0

@@ -48,7 +48,7 @@ class Gateway:
         self._reporter = Reporter(bus, activity)
         self._deliveries = DeliveryReports(bus)
         self._directory = Directory(Peppers.parse(config.pepper), activity)
-        self._catalog = Catalog()
+        self._catalog = Catalog(config.cache)
         self._vitals = Vitals(bus, late_s=config.shed_lag_s)
         self._hub = Hub(
             bus, self._vitals, ids.incarnation(bus.user), hold_s=config.hold_s, bytes_max=config.stream_bytes_max

@@ -32,9 +32,9 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Catalog:
-    """Models by name."""
+    """Models by name. ``cache``: where files of tokenizers are kept (``contracts.artifacts.fetch.cache_dir``)."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache: str = "") -> None:
         self._models: dict[str, Model] = {}
         """Those whose record and stable version are there."""
         self._records: dict[str, ModelRecord] = {}
@@ -45,7 +45,7 @@ class Catalog:
         self._aliases: dict[str, Alias] = {}
         self._loads: dict[str, float | None] = {}
         self._watches: list[Watch] = []
-        self._cache = Cache(cache_dir(), CACHE_BYTES)
+        self._cache = Cache(cache_dir(cache), CACHE_BYTES)
 
     async def start(self, bus: Bus) -> None:
         """Returns when the present state is known."""
