@@ -62,10 +62,7 @@ def bench(
     Delays count from when a request was due, and requests that failed are not good. Tokens are those of the
     server's usage.
     """
-    try:
-        from compose.bench.client import Target
-    except ImportError as error:
-        raise ComposeError(f"this needs {error.name}: pip install 'headrace[bench]'") from error
+    from compose.bench.client import Target
     from compose.bench.workload import BadTrace, Load, plan, replay
 
     if not url.startswith(("http://", "https://")):
