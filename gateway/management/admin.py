@@ -170,7 +170,7 @@ async def aliases(services: ServicesDep) -> Listed[Alias]:
     return Listed(await registry.aliases(services.bus))
 
 
-@router.put("/aliases/{name:path}", responses=refusals(409), dependencies=MODELS)
+@router.put("/aliases/{name:path}", responses=refusals(404, 409), dependencies=MODELS)
 async def set_alias(
     do: AdministratorDep, name: Name, change: Annotated[AliasChange, Depends(BodyReader(AliasChange))]
 ) -> Alias:
