@@ -85,6 +85,17 @@ async def test_e02_a_prompt_is_scored_without_output(asker: Asker, prompt: Any, 
         assert all(first is None and None not in rest for first, *rest in scores)
 
 
+async def test_prompts_are_scored_beside_others(asker: Asker) -> None:
+    """In steps of several requests, in which the tokens that are scored and those that are sampled differ in number."""
+    fields: dict[str, Any] = {"max_tokens": 0, "echo": True, "logprobs": 1, "ignore_eos": False}
+    neighbours = [asyncio.ensure_future(asker.ask(asker.job(True, max_tokens=20))) for _ in range(3)]
+    prompts: list[Any] = [["one two", "three four"], "one two three", [[5, 6], [7, 8, 9]], [5, 6, 7]]
+    jobs = [asker.job(False, "completions", prompt=prompt, **fields) for prompt in prompts * 2]
+    answers = await asyncio.gather(*(asker.ask(job) for job in jobs))
+    assert all(answer.counts.completion_tokens == 0 < answer.counts.prompt_tokens for answer in answers)
+    assert [(await it).counts.completion_tokens for it in neighbours] == [20] * 3
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_stop_string_ends_the_answer_and_stays_out(asker: Asker, stream: bool) -> None:
     text = (await asker.ask(asker.job(False, max_tokens=16))).text()
