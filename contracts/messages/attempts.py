@@ -48,7 +48,8 @@ class AttemptEvent(RequestFacts, frozen=True, kw_only=True):
     """To how many bodies that death is put down, this one among them; 0: to others, or to a copy of it. Counts with
     ``engine_death`` only."""
     body_hash: Line = ""
-    """As in the request, where its body died with an engine or worker, now or before; else empty."""
+    """As in the request, where its body died with an engine or worker, now or before, as each attempt but the first may
+    have; else empty."""
     billable: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0

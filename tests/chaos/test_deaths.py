@@ -1,6 +1,7 @@
 """Requests that kill workers and engines, and those beside them: three workers, whose dead are started again."""
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -42,9 +43,15 @@ async def engine_losses(cluster: Cluster) -> float:
 
 
 def neighbours(cluster: Cluster, count: int) -> list[Call]:
-    """Half of them stream; their first token takes 2.5 s, so that a killer finds them without any."""
+    """Half of them stream; their first token takes 2.5 s, so that a killer finds them without any.
+
+    Nobody has asked for the same before: what an earlier test put down to a body does not count here.
+    """
+    once = uuid.uuid4().hex
     return [
-        cluster.ask(stream=number % 2 == 0, words=[f"w{number}"], simulate={"tokens": ["a", "b"], "ttft_ms": 2500})
+        cluster.ask(
+            stream=number % 2 == 0, words=[f"{once}.{number}"], simulate={"tokens": ["a", "b"], "ttft_ms": 2500}
+        )
         for number in range(count)
     ]
 

@@ -127,7 +127,7 @@ def terminal_event(
         retryable=retryable,
         engine_death=outcome.engine_death,
         accused=accused if outcome.engine_death else 0,
-        body_hash=request.body_hash if outcome.engine_death or item.suspect_tokens else "",
+        body_hash=request.body_hash if outcome.engine_death or item.suspect_tokens or item.attempt > 1 else "",
         billable=paid_for and outcome.billable and request.arm != "shadow",
         reasoning_tokens=counts.reasoning_tokens,
         reserved_tokens=reserved_tokens(request),
