@@ -329,7 +329,8 @@ async def test_a_request_that_kills_workers(cluster: Cluster) -> None:
 
 async def test_a_queue_that_callers_leave_and_time_runs_out_in(cluster: Cluster) -> None:
     before = await cluster.newest()
-    busy = [cluster.ask(max_tokens=2000) for _ in range(4)]
+    # Bodies of their own: of one that workers died with earlier tests few copies would run side by side.
+    busy = [cluster.ask(max_tokens=2000, words=[f"busy{number}"]) for number in range(4)]
     for call in busy:
         await call.shows(5)
     leaving = cluster.ask(max_tokens=5)
