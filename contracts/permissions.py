@@ -19,6 +19,9 @@ What a user can still do to others, and what is done about it:
   that learns another's name could take its work. It is not told any, but can read them in ATTEMPTS.
 - Only the operator stores parts of models' files. Whoever reads one checks it against its name, the digest.
 - Workers read bodies of all tenants, and gateways serve all: what they hold is as trusted as they are.
+
+A server that is told to read its users again forgets whom it owes an answer (nats-server 2.15): an answer that comes
+within that instant is refused, and logged as a violation. Whoever asked hears nothing, and asks again.
 """
 
 import re

@@ -161,9 +161,15 @@ class Stack:
         return self.process.returncode
 
     def check_permissions(self) -> None:
-        """No service ever asked the bus for more than its user may do."""
-        for log in (self.data_dir / "logs").glob("*-*.log"):
+        """No service ever asked the bus for more than its user may do. A server that was told to read its users again
+        has forgotten which answers were under way, and refuses them: those who asked do so again.
+        """
+        logs = self.data_dir / "logs"
+        reloaded = "Reloaded server configuration" in (logs / "nats.log").read_text(errors="replace")
+        for log in logs.glob("*-*.log"):
             denied = [line for line in log.read_text(errors="replace").splitlines() if "permissions violation" in line]
+            if reloaded:
+                denied = [line for line in denied if 'publish to \\"_inbox.' not in line]
             assert not denied, f"{log.name}: {denied[:5]}"
 
 
