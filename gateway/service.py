@@ -65,7 +65,7 @@ class Gateway:
         shedding = Shedding(self._vitals, turnstile)
         self._refusals = Refusals(shedding, config.cors_origins)
         self._readiness = Readiness(bus, self._catalog, shedding, subjects.gateway_stream_owner(self._hub.incarnation))
-        self._ingress = NatsIngress(bus, self._directory, intake, shedding, turnstile)
+        self._ingress = NatsIngress(bus, self._directory, intake, shedding, turnstile, self._deliveries)
         self._services = Services(
             config=config,
             bus=bus,

@@ -193,7 +193,7 @@ class QueryApi:
             text = "the ledger holds no attempt of this request: it was refused, has not ended, or never came"
             return ExplainAnswer(error=text, code="not_found")
         told = phases.times([], delivery)
-        return ExplainAnswer(text=explain.refused(delivery), times=told)
+        return ExplainAnswer(text=explain.without_attempts(delivery), times=told)
 
     async def slowest(self, query: SlowestQuery) -> SlowestAnswer:
         """The slowest requests, with where their time went."""

@@ -1,4 +1,4 @@
-"""What a gateway saw of the requests that it served: the part of their time that no attempt knows."""
+"""What a gateway saw of the requests that came to it: the part of their time that no attempt knows."""
 
 from typing import Annotated
 
@@ -6,14 +6,17 @@ import msgspec
 
 from contracts.messages.base import Line, Message, Name, RequestId
 
+SUBMITTED = "submitted"
+"""Outcome of a request that the bus took: its frames go past the gateway."""
 DELIVERIES_MAX = 500
 """Of one message: some 300 KB."""
 
 
 class Delivery(Message, frozen=True, kw_only=True):
-    """One finished request of a known caller; lost with its gateway. Spans are milliseconds, 0 when there was none.
+    """One request of a known caller: a finished one over HTTP, an admitted or refused one of the bus.
 
-    All are of the gateway's monotonic clock, from the request's first byte where nothing else is said.
+    Lost with its gateway. Spans are milliseconds, 0 when there was none. All are of the gateway's monotonic clock, from
+    the request's first byte where nothing else is said.
     """
 
     request_id: RequestId
@@ -23,10 +26,10 @@ class Delivery(Message, frozen=True, kw_only=True):
     version: Name = ""
     endpoint: Name = ""
     outcome: Name
-    """completed, cancelled, failed or refused."""
+    """completed, cancelled, failed or refused; of the bus SUBMITTED or refused."""
     code: Name = ""
     status: int = 0
-    """Of HTTP; 499: the caller left before the answer began."""
+    """Of HTTP, and 0 where the bus took it; 499: the caller left before the answer began."""
     stream: bool = False
     attempt: int = 0
     """The one that answered."""
@@ -43,10 +46,15 @@ class Delivery(Message, frozen=True, kw_only=True):
     blocked_ms: float = 0.0
     """Writing waited for the caller, all in all."""
     total_ms: float = 0.0
-    """Until the last byte was written."""
+    """Until the last byte was written; of the bus until it was answered."""
     client_request_id: Line = ""
     traceparent: Line = ""
     """The caller's, as W3C has it."""
+
+    @property
+    def saw_the_end(self) -> bool:
+        """Whether ``outcome`` is how it ended. Of what the bus took that is its last attempt's to say."""
+        return self.outcome != SUBMITTED
 
 
 class Deliveries(Message, frozen=True, kw_only=True):

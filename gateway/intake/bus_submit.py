@@ -4,6 +4,7 @@ The tenant is the subject's, which the bus's permissions bind to the sender. Fra
 the sender's own reply subject; the gateway is out of the way once it has answered.
 """
 
+import time
 from collections import Counter
 
 import msgspec
@@ -19,9 +20,11 @@ from contracts.messages.frames import ErrorData
 from contracts.messages.request import SubmitAnswer, SubmitRequest
 from contracts.traceparent import checked
 from gateway.apis.table import APIS
+from gateway.deliveries import DeliveryReports
 from gateway.intake.admission import AdmissionRefused, Intake, RequestContext, idempotency_key
 from gateway.intake.auth import Directory, Identity
 from gateway.intake.shedding import Shedding
+from gateway.intake.submit_log import SubmitLog
 from gateway.intake.turnstile import Turnstile
 from gateway.metrics import SUBMITS_REFUSED
 
@@ -43,13 +46,20 @@ class NatsIngress:
     """Takes requests from the bus between ``start`` and ``close``."""
 
     def __init__(
-        self, bus: Bus, directory: Directory, intake: Intake, shedding: Shedding, turnstile: Turnstile
+        self,
+        bus: Bus,
+        directory: Directory,
+        intake: Intake,
+        shedding: Shedding,
+        turnstile: Turnstile,
+        deliveries: DeliveryReports,
     ) -> None:
         self._bus = bus
         self._directory = directory
         self._intake = intake
         self._shedding = shedding
         self._turnstile = turnstile
+        self._deliveries = deliveries
         self._subscription: Subscription | None = None
         self._under_way: Counter[str] = Counter()
 
@@ -65,6 +75,7 @@ class NatsIngress:
 
     async def _on_submit(self, message: Incoming) -> None:
         request_id = ids.request_id()
+        log = SubmitLog(request_id, KEY_ID)
         sender = message.subject.split(".")[2]
         self._under_way[sender] += 1
         try:
@@ -73,7 +84,7 @@ class NatsIngress:
                 SUBMITS_REFUSED.inc()
                 text = f"More than {SUBMITS_MAX} submits of this tenant are under way."
                 raise HeadraceError("rate_limit_exceeded", text, retry_after_s=1)
-            answer = await self._submit(message, request_id)
+            answer = await self._submit(message, log)
         except HeadraceError as error:
             answer = _refusal(request_id, error)
         except BusError as error:
@@ -86,8 +97,10 @@ class NatsIngress:
         finally:
             self._under_way -= Counter((sender,))
         await message.respond(_answer_codec.encode(answer))
+        if (delivery := log.write(answer)) is not None:
+            self._deliveries.add(delivery)
 
-    async def _submit(self, message: Incoming, request_id: str) -> SubmitAnswer:
+    async def _submit(self, message: Incoming, log: SubmitLog) -> SubmitAnswer:
         try:
             tenant_name, model = subjects.tenant_and_model_of_submit(message.subject)
         except subjects.InvalidName as error:
@@ -95,10 +108,12 @@ class NatsIngress:
         tenant = self._directory.tenant(tenant_name)
         if tenant is None:
             raise HeadraceError("permission_denied", "There is no such tenant, or it is disabled.")
+        log.tenant = tenant_name
         try:
             submitted = _submit_codec.decode(message.data)
         except msgspec.MsgspecError as error:
             raise HeadraceError("invalid_json", f"Not a SubmitRequest: {str(error)[:REASON_CHARS_MAX]}.") from error
+        log.endpoint = submitted.endpoint
         reply = submitted.reply.subject
         if not subjects.is_reply(reply) or not reply.startswith(subjects.tenant_reply_prefix(tenant_name)):
             raise HeadraceError(
@@ -109,40 +124,37 @@ class NatsIngress:
             raise HeadraceError(
                 "invalid_request", f"deadline_ms must be from 1 to {DEADLINE_MS_MAX}.", param="deadline_ms"
             )
+        log.traceparent = checked(message.headers.get("traceparent", ""))
         context = RequestContext(
-            request_id=request_id,
+            request_id=log.request_id,
             identity=Identity(tenant, KEY_ID),
             api=APIS[submitted.endpoint],
             reply=submitted.reply,
             stream_owner=_stream_owner(tenant_name, submitted.stream_owner),
             deadline_ms=deadline_ms,
             price_ceiling=submitted.price_ceiling,
-            traceparent=checked(message.headers.get("traceparent", "")),
+            traceparent=log.traceparent,
             idempotency_key=idempotency_key(key, "idempotency_key") if (key := submitted.idempotency_key) else "",
         )
         await self._turnstile.enter()
         try:
             parsed = await self._intake.parse(tenant, submitted.body or b"{}", model=model)
-            admitted = await self._intake.admit(await self._intake.prepare(context, parsed))
+            log.model = parsed.name
+            prepared = await self._intake.prepare(context, parsed)
+            log.envelope, log.asked_at = prepared.envelope, time.monotonic()
+            admitted = await self._intake.admit(prepared)
         except HeadraceError as error:
-            return _refusal(request_id, error, self._intake.rate_limits(tenant, model))
+            return _refusal(log.request_id, error, self._intake.rate_limits(tenant, model))
+        log.admitted_at = time.monotonic()
+        log.envelope = envelope = admitted.envelope
+        log.model, log.version = envelope.model, admitted.version
         try:
             await self._intake.publish(admitted)
         except HeadraceError as error:
-            return _refusal(request_id, error, admitted.limits)
-        envelope = admitted.envelope
-        request_id = admitted.joined or request_id
-        _log.info(
-            "request_submitted",
-            request_id=request_id,
-            joined=bool(admitted.joined),
-            tenant=tenant_name,
-            model=envelope.model,
-            prompt_tokens=envelope.prompt_tokens,
-        )
+            return _refusal(log.request_id, error, admitted.limits)
         return SubmitAnswer(
             admitted=True,
-            request_id=request_id,
+            request_id=admitted.joined or log.request_id,
             joined=bool(admitted.joined),
             model=envelope.model,
             choice_reason=envelope.choice_reason,

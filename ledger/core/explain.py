@@ -79,15 +79,18 @@ def rolled_out(first: AttemptEvent, rollouts: Sequence[RolloutEvent]) -> list[st
     return lines
 
 
-def refused(delivery: Delivery) -> list[str]:
+def without_attempts(delivery: Delivery) -> list[str]:
     """Of a request that no attempt followed, as its gateway saw it."""
     line = (
         f"Request {delivery.request_id} of tenant {delivery.tenant} (key {delivery.key_id}): {delivery.endpoint} with "
-        f"model {delivery.model or '?'}, {delivery.outcome} with status {delivery.status}"
+        f"model {delivery.model or '?'}, {delivery.outcome} "
+        + (f"with status {delivery.status}" if delivery.status else "over the bus")
     )
     lines = [f"{line} ({delivery.code})." if delivery.code else f"{line}."]
     if delivery.client_request_id:
         lines.append(f"The caller's own id is {delivery.client_request_id}.")
+    if not delivery.saw_the_end:
+        return [*lines, "It has not ended, as far as the ledger knows."]
     return [*lines, "The ledger holds no attempt of it. Nothing is billed."]
 
 

@@ -21,8 +21,7 @@ def times(attempts: Sequence[AttemptEvent], delivery: Delivery | None) -> Reques
     """Of one request; at least one of both is there. ``attempts`` are in order."""
     spans = _spans(attempts, delivery)
     last = attempts[-1] if attempts else None
-    served = _served_ms(attempts)
-    total = delivery.total_ms if delivery is not None else served
+    total = _total_ms(attempts, delivery)
     known: Delivery | AttemptEvent = delivery if delivery is not None else attempts[-1]
     return RequestTimes(
         request_id=known.request_id,
@@ -44,15 +43,29 @@ def times(attempts: Sequence[AttemptEvent], delivery: Delivery | None) -> Reques
 
 def _outcome(last: AttemptEvent | None, delivery: Delivery | None) -> str:
     """What its caller saw; without a gateway's word, how its last attempt ended."""
-    return delivery.outcome if delivery is not None else last.outcome if last is not None else ""
+    if last is not None and (delivery is None or not delivery.saw_the_end):
+        return last.outcome
+    return delivery.outcome if delivery is not None else ""
 
 
 def _first_token_ms(last: AttemptEvent | None, delivery: Delivery | None) -> float | None:
-    if delivery is not None:
+    if delivery is not None and delivery.saw_the_end:
         return round(delivery.first_chunk_ms, 1) or None
     if last is not None and last.first_token_at_ms:
-        return float(max(0, last.first_token_at_ms - last.admitted_at_ms))
+        before = _before_ms(delivery) if delivery is not None else 0.0
+        return round(before + max(0, last.first_token_at_ms - last.admitted_at_ms), 1)
     return None
+
+
+def _total_ms(attempts: Sequence[AttemptEvent], delivery: Delivery | None) -> float:
+    if delivery is None:
+        return _served_ms(attempts)
+    return delivery.total_ms if delivery.saw_the_end else _before_ms(delivery) + _served_ms(attempts)
+
+
+def _before_ms(delivery: Delivery) -> float:
+    """From its first byte to its admission."""
+    return delivery.upload_ms + delivery.edge_ms + delivery.admission_ms
 
 
 def _served_ms(attempts: Sequence[AttemptEvent]) -> float:
@@ -69,9 +82,9 @@ def _spans(attempts: Sequence[AttemptEvent], delivery: Delivery | None) -> Spans
         spans |= {"edge": delivery.edge_ms, "admission": delivery.admission_ms}
     spans |= _of_attempts(attempts)
     spans |= {"relay": None, "caller": None}
-    if delivery is not None:
-        before = delivery.upload_ms + delivery.edge_ms + delivery.admission_ms
-        spans["relay"] = max(0.0, delivery.ended_ms - before - _served_ms(attempts)) if delivery.ended_ms else 0.0
+    if delivery is not None and delivery.saw_the_end:
+        served = _before_ms(delivery) + _served_ms(attempts)
+        spans["relay"] = max(0.0, delivery.ended_ms - served) if delivery.ended_ms else 0.0
         after = max(0.0, delivery.total_ms - delivery.ended_ms) if delivery.ended_ms else 0.0
         spans["caller"] = delivery.upload_ms + after
         if not attempts and not delivery.ended_ms:  # Never admitted: what is left is the gateway's own.

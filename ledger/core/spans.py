@@ -174,7 +174,9 @@ def _attributes(last: AttemptEvent | None, delivery: Delivery | None) -> dict[st
         if last.finish_reason:
             found["gen_ai.response.finish_reasons"] = (last.finish_reason,)
     if delivery is not None:
-        found |= {"http.response.status_code": delivery.status, "gen_ai.request.stream": delivery.stream}
+        found["gen_ai.request.stream"] = delivery.stream
+        if delivery.status:
+            found["http.response.status_code"] = delivery.status
     if error := _error(last, delivery):
         found["error.type"] = error
     return found
@@ -182,7 +184,7 @@ def _attributes(last: AttemptEvent | None, delivery: Delivery | None) -> dict[st
 
 def _error(last: AttemptEvent | None, delivery: Delivery | None) -> str:
     """The code with which its caller was left; empty when all was well, or it left itself."""
-    if delivery is not None:
+    if delivery is not None and delivery.saw_the_end:
         return (delivery.code or "failed") if delivery.outcome in ("failed", "refused") else ""
     if last is not None and last.outcome not in ("completed", "cancelled"):
         return last.error_code or last.outcome

@@ -62,22 +62,32 @@ class Traces:
 
     def _spans(self, pending: _Pending) -> list[Span]:
         attempts = [pending.attempts[number] for number in sorted(pending.attempts)]
+        if not attempts and (pending.delivery is None or not pending.delivery.saw_the_end):
+            return []
         if not kept(attempts, pending.delivery, sample=self._sample, slow_ms=self._slow_ms):
             return []
         return spans(attempts, pending.delivery, pending.stored)
 
 
 def _whole(pending: _Pending) -> bool:
-    """The gateway has told, and of each attempt up to the one that answered the end is there."""
+    """The gateway has told, and of each attempt up to the last one the end is there."""
     delivery = pending.delivery
     if delivery is None:
         return False
+    if not delivery.saw_the_end:
+        last = _last(pending)
+        return last is not None and not last.retryable
     if delivery.outcome == "refused" and not delivery.attempt:
         return True  # Nothing was admitted.
     return bool(delivery.attempt) and all(number in pending.attempts for number in range(1, delivery.attempt + 1))
 
 
 def _patience_ms(pending: _Pending) -> int:
-    last = pending.attempts[max(pending.attempts)] if pending.attempts else None
-    again = last is not None and pending.delivery is None and last.retryable
-    return RETRY_MS if again else WAIT_MS
+    last, delivery = _last(pending), pending.delivery
+    if delivery is not None and not delivery.saw_the_end:
+        return RETRY_MS  # It was told of at its beginning.
+    return RETRY_MS if last is not None and delivery is None and last.retryable else WAIT_MS
+
+
+def _last(pending: _Pending) -> AttemptEvent | None:
+    return pending.attempts[max(pending.attempts)] if pending.attempts else None

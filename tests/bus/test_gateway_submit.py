@@ -11,10 +11,11 @@ from prometheus_client import REGISTRY
 
 from contracts import subjects
 from contracts.messages.admission import AdmissionAnswer
+from contracts.messages.deliveries import Deliveries, Delivery
 from contracts.messages.records import TenantRecord
 from contracts.messages.request import Reply, SubmitAnswer, SubmitRequest
 from gateway.intake.bus_submit import SUBMITS_MAX
-from tests.support.gateway_world import BASE, World, decode, encode, serve
+from tests.support.gateway_world import BASE, World, admitted, decode, encode, serve
 from tests.support.polling import until
 
 OWN = Reply(subject="reply.v1.T1.inbox", stream="7")
@@ -85,6 +86,32 @@ async def test_refusals_are_those_of_http(world: World) -> None:
     assert world.stored == []
 
 
+async def test_the_ledger_is_told_what_the_gateway_saw_of_each_submit(world: World) -> None:
+    """Where its time at the edge went; of the refused ones why, of one without a tenant nothing."""
+    told: list[Delivery] = []
+    await world.bus.subscribe(
+        subjects.DELIVERIES, lambda message: told.extend(decode(message.data, type=Deliveries).deliveries)
+    )
+    world.decide = lambda request: admitted(version="7")
+    done = await submit(world, BASE | {"stream": True})
+    bad = await submit(world, BASE | {"max_tokens": 5000})
+    await submit(world, subject=subjects.submit("nobody", "m"))
+    world.decide = lambda request: AdmissionAnswer(admitted=False, code="overloaded", message="Full.", retry_after_s=3)
+    full = await submit(world)
+    await until(lambda: len(told) >= 3, "the gateway has told")
+    assert [(each.request_id, each.outcome, each.code, each.status) for each in told] == [
+        (done.request_id, "submitted", "", 0),
+        (bad.request_id, "refused", "context_length_exceeded", 400),
+        (full.request_id, "refused", "overloaded", 529),
+    ]
+    first, second, third = told
+    assert (first.tenant, first.key_id, first.model, first.version) == ("T1", "bus", "m", "7")
+    assert (first.endpoint, first.stream, first.prompt_tokens) == ("chat/completions", True, 5)
+    assert first.edge_ms and first.admission_ms and first.total_ms >= first.edge_ms + first.admission_ms
+    assert (second.edge_ms, second.admission_ms, second.model) == (0, 0, "m")
+    assert third.edge_ms and not third.admission_ms
+
+
 async def test_garbage_and_disabled_tenants_are_answered(world: World) -> None:
     data = await world.bus.request(subjects.submit("T1", "m"), b"{", timeout_s=10)
     answer = decode(data, type=SubmitAnswer)
@@ -100,8 +127,7 @@ async def test_garbage_and_disabled_tenants_are_answered(world: World) -> None:
 async def test_one_tenant_has_so_many_submits_under_way_and_others_have_theirs(world: World) -> None:
     """While the scheduler is slow with one tenant's, the next is refused at once, and another tenant is served."""
     await world.put_tenant(TenantRecord(name="T2"))
-    admitted = world.decide
-    world.decide = lambda request: None if request.tenant == "T1" else admitted(request)
+    world.decide = lambda request: None if request.tenant == "T1" else admitted()
     asked = [asyncio.create_task(submit(world)) for _ in range(SUBMITS_MAX)]
     await until(lambda: len({each.request_id for each in world.admissions}) == SUBMITS_MAX, "all are under way")
     before = REGISTRY.get_sample_value("headrace_submits_refused_total") or 0
@@ -111,7 +137,7 @@ async def test_one_tenant_has_so_many_submits_under_way_and_others_have_theirs(w
     theirs = Reply(subject="reply.v1.T2.inbox", stream="7")
     answer = await submit(world, subject=subjects.submit("T2", "m"), reply=theirs)
     assert answer.admitted, answer
-    world.decide = admitted
+    world.decide = lambda request: admitted()
     await asyncio.gather(*asked)
     assert (await submit(world)).admitted
 

@@ -53,6 +53,28 @@ def test_without_a_gateway_s_word_its_phases_are_unknown_and_not_zero() -> None:
     assert (times.total_ms, times.first_token_ms) == (600, 100)
 
 
+SUBMITTED = {
+    "outcome": "submitted",
+    "status": 0,
+    "upload_ms": 0.0,
+    "first_chunk_ms": 0.0,
+    "ended_ms": 0.0,
+    "total_ms": 9.0,
+}
+
+
+def test_of_a_submit_over_the_bus_the_gateway_knows_the_edge_and_the_attempts_the_rest() -> None:
+    times = phases.times([event(outcome="failed", error_code="engine_error")], delivery(**SUBMITTED))
+    assert spans(times) == {
+        "edge": 5, "admission": 3, "queue": 30, "dispatch": 10, "prefill": 60, "decode": 500,
+        "relay": None, "caller": None,
+    }  # fmt: skip
+    assert (times.outcome, times.code, times.total_ms, times.first_token_ms) == ("failed", "engine_error", 608, 108)
+    assert times.why.startswith("It took 0.608 s and failed (engine_error): ")
+    running = phases.times([], delivery(**SUBMITTED))
+    assert (running.outcome, running.total_ms, spans(running)["queue"]) == ("submitted", 8, None)
+
+
 LOST = {
     "outcome": "lost", "reporter": "scheduler", "first_token_at_ms": 0, "started_at_ms": 0, "completion_tokens": 0,
     "ended_at_ms": AT + 3_530,

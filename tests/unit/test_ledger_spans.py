@@ -3,6 +3,7 @@
 import uuid
 from typing import Any
 
+import msgspec
 import pytest
 
 from contracts import ids
@@ -10,7 +11,7 @@ from contracts.messages.attempts import AttemptEvent
 from contracts.messages.deliveries import Delivery
 from ledger.core.spans import Span, kept, spans
 from ledger.core.traces import PENDING_MAX, RETRY_MS, WAIT_MS, Traces
-from tests.unit.test_ledger_phases import AT, ID, LOST, delivery, event
+from tests.unit.test_ledger_phases import AT, ID, LOST, SUBMITTED, delivery, event
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -118,6 +119,22 @@ def test_parts_come_in_any_order_and_are_joined() -> None:
         parts[order[2]](traces)
         assert {"attempt 1", "attempt 2", "relay"} <= set(names(traces.take(2)))
         assert traces.take(10**9) == []
+
+
+def test_of_a_submit_over_the_bus_the_tree_waits_for_its_last_attempt() -> None:
+    traces = Traces(sample=1.0, slow_ms=30_000)
+    first, second = retried()
+    traces.delivery(delivery(**SUBMITTED), 0)
+    assert traces.take(WAIT_MS) == []
+    traces.attempt(msgspec.structs.replace(first, retryable=True), AT, WAIT_MS)
+    assert traces.take(2 * WAIT_MS) == []
+    traces.attempt(second, AT, 2 * WAIT_MS)
+    found = traces.take(2 * WAIT_MS)
+    assert {"edge", "admission", "attempt 1", "attempt 2"} <= set(names(found)) and "relay" not in names(found)
+    assert found[0].end_ms == second.ended_at_ms and not found[0].error
+    assert "http.response.status_code" not in found[0].attributes
+    traces.delivery(delivery(**SUBMITTED), 0)
+    assert traces.take(RETRY_MS) == [] and traces.take(RETRY_MS * 2) == [], "nobody knows what became of it"
 
 
 def test_what_never_comes_is_not_waited_for_for_ever() -> None:
