@@ -35,7 +35,7 @@ from contracts.messages.control import (
 )
 from contracts.messages.deliveries import Deliveries
 from contracts.messages.frames import EndData, ErrorData, FramesAnswer, FramesRequest, LostData, ReplyMessage
-from contracts.messages.queues import QueueAnswer
+from contracts.messages.queues import QueueAnswer, QueueQuery
 from contracts.messages.records import (
     Alias,
     Budget,
@@ -167,7 +167,7 @@ CHANNELS = (
         stream=topology.ATTEMPTS,
     ),
     Channel("control", subjects.control, _ORDERS, ["scheduler"], ["worker"], [ControlAnswer]),
-    Channel("queues", subjects.queues, [], ["gateway", "operator"], ["scheduler"], [QueueAnswer]),
+    Channel("queues", subjects.queues, [QueueQuery], ["gateway", "operator"], ["scheduler"], [QueueAnswer]),
     Channel("workerHeartbeat", subjects.worker_heartbeat, [WorkerHeartbeat], ["worker"], ["scheduler"]),
     Channel("workerPulse", subjects.worker_pulse, [WorkerPulse], ["worker"], ["scheduler"]),
     Channel("loopbackHeartbeat", subjects.loopback_heartbeat, [LoopbackHeartbeat], ["scheduler"], ["scheduler"]),

@@ -23,7 +23,8 @@ from gateway.intake.bus_submit import NatsIngress
 from gateway.intake.catalog import Catalog
 from gateway.intake.shedding import Shedding
 from gateway.intake.turnstile import Turnstile
-from gateway.management import admin, usage
+from gateway.live import Live
+from gateway.management import admin, operations, usage
 from gateway.management.readiness import Readiness
 from gateway.streams.hub import Hub
 
@@ -64,7 +65,10 @@ class Gateway:
         turnstile = Turnstile()
         shedding = Shedding(self._vitals, turnstile)
         self._refusals = Refusals(shedding, config.cors_origins)
-        self._readiness = Readiness(bus, self._catalog, shedding, subjects.gateway_stream_owner(self._hub.incarnation))
+        self._live = Live(bus, self._catalog, self._hub.incarnation)
+        self._readiness = Readiness(
+            bus, self._catalog, self._live, shedding, subjects.gateway_stream_owner(self._hub.incarnation)
+        )
         self._ingress = NatsIngress(bus, self._directory, intake, shedding, turnstile, self._deliveries)
         self._services = Services(
             config=config,
@@ -73,6 +77,7 @@ class Gateway:
             catalog=self._catalog,
             intake=intake,
             turnstile=turnstile,
+            live=self._live,
             not_ready=self._readiness.not_ready,
         )
         self._inference = Inference(self._services, self._hub, self._deliveries)
@@ -91,7 +96,8 @@ class Gateway:
         callers = server.Server(
             routes.public(self._services, self._inference, (usage.own,)), public, self.config, self._refusals.of
         )
-        operators = server.Server(routes.private(self._services, (usage.everyones, admin.router)), private, self.config)
+        administration = (usage.everyones, admin.router, operations.router)
+        operators = server.Server(routes.private(self._services, administration), private, self.config)
         await self._vitals.start()  # What it takes to build all that is no lag.
         await self._directory.start(self._bus)
         await self._catalog.start(self._bus)
@@ -116,6 +122,7 @@ class Gateway:
         """Refuse what is new; give running requests their grace time; end the rest with an error."""
         self._readiness.draining = True
         self._inference.draining = True
+        self._live.close()
         await self._ingress.close()
         if not self._bus.closed.is_set() and await self._inference.finished(self.config.grace_s):
             _log.info("gateway_drained")

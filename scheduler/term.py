@@ -21,6 +21,7 @@ from contracts.messages.control import (
     WorkerHeartbeat,
     WorkerPulse,
 )
+from contracts.messages.queues import QueueQuery
 from contracts.messages.records import ModelRecord
 from contracts.service.vitals import Vitals
 from scheduler.config import SchedulerConfig
@@ -36,6 +37,7 @@ log = structlog.get_logger()
 _admission: Codec[AdmissionRequest] = Codec(AdmissionRequest)
 _cancel: Codec[CancelRequest] = Codec(CancelRequest)
 _status: Codec[StatusRequest] = Codec(StatusRequest)
+_queue_query: Codec[QueueQuery] = Codec(QueueQuery)
 _worker_beat: Codec[WorkerHeartbeat] = Codec(WorkerHeartbeat)
 _pulse: Codec[WorkerPulse] = Codec(WorkerPulse)
 _loopback_beat: Codec[LoopbackHeartbeat] = Codec(LoopbackHeartbeat)
@@ -175,8 +177,9 @@ class Term:
             )
 
     def _on_queues(self, message: Incoming) -> None:
-        if self._lease.held:
-            self._effects.spawn(message.respond(_encode(views.queues(self.core))))
+        asked = decoded(_queue_query, message, "queue_query_undecodable")
+        if asked is not None and self._lease.held:
+            self._effects.spawn(message.respond(_encode(views.queues(self.core, asked))))
 
     def _on_heartbeat(self, message: Incoming) -> None:
         kind, model = message.subject.split(".")[2:4]

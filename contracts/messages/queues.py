@@ -1,9 +1,46 @@
 """A model's live queues, as its owner sees them."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from contracts.messages.base import MANY, Epoch, Message, Name
-from contracts.messages.control import WorkerHeartbeat
+from msgspec import Meta
+
+from contracts.messages.base import MANY, SMALL, Epoch, Line, Message, Name, Priority, RequestId
+from contracts.messages.control import RequestState, WorkerHeartbeat
+
+REQUESTS_MAX = 200
+"""Open requests in one answer."""
+
+
+class QueueQuery(Message, frozen=True, kw_only=True):
+    """Anyone -> scheduler, ``queues.v1.<model>``: the live queues, and some of the open requests if they are wanted."""
+
+    BYTES_MAX: ClassVar[int | None] = SMALL
+
+    requests: Annotated[int, Meta(ge=0, le=REQUESTS_MAX)] = 0
+    """How many of the open requests to list, the oldest first."""
+    request_id: RequestId = ""
+    """Only this one of them."""
+
+
+class OpenRequest(Message, frozen=True, kw_only=True, omit_defaults=False):
+    """A request that was admitted and has not ended; nothing of its text."""
+
+    request_id: RequestId
+    tenant: Name
+    key_id: Line
+    version: Line
+    priority: Priority
+    state: RequestState
+    attempt: int
+    """0 before the first."""
+    worker: Line
+    """Of the present attempt; empty while it waits."""
+    age_ms: int
+    """Since it was admitted."""
+    prompt_tokens: int
+    max_output_tokens: int
+    completion_tokens: int
+    """As the worker's last heartbeat says."""
 
 
 class TenantQueue(Message, frozen=True, kw_only=True, omit_defaults=False):
@@ -39,3 +76,5 @@ class QueueAnswer(Message, frozen=True, kw_only=True, omit_defaults=False):
     tenants: Annotated[list[TenantQueue], MANY]
     clocks: Annotated[list[ClockSkew], MANY] = []
     """Processes whose clocks are a second or more apart from the owner's."""
+    requests: Annotated[list[OpenRequest], MANY] = []
+    """Of open ones, as many as were asked for."""

@@ -173,7 +173,10 @@ def _complete(operation: Schema, route: TypedRoute, schemas: _Schemas) -> None:
     if route.body is not None:
         stated += BODY
         operation["requestBody"] = {"required": True, "content": schemas.content(route.body)}
-    content = schemas.content(route.answer) if _is_json(route.answer) else success["content"]
+    content = success["content"]
+    if _is_json(route.answer):
+        others = {kind: each for kind, each in content.items() if kind != "application/json"}
+        content = schemas.content(route.answer) | others
     operation["responses"] = {str(route.status_code or 200): _success(content)} | _refusals(
         route.path_format, stated, schemas
     )

@@ -26,6 +26,7 @@ from gateway.intake.admission import Intake
 from gateway.intake.auth import Directory, Identity
 from gateway.intake.catalog import Catalog
 from gateway.intake.turnstile import Turnstile
+from gateway.live import Live
 
 T = TypeVar("T")
 
@@ -39,6 +40,7 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     catalog: Catalog
     intake: Intake
     turnstile: Turnstile
+    live: Live
     not_ready: Callable[[], str]
     """The reason why the gateway is not ready, or an empty text."""
 

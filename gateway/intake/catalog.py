@@ -66,6 +66,10 @@ class Catalog:
         """Of all models."""
         return sorted(self._models)
 
+    def records(self) -> list[ModelRecord]:
+        """Of all models, by name."""
+        return [self._models[name].record for name in self.names()]
+
     def visible(self, tenant: TenantRecord) -> list[Manifest]:
         """Models that the tenant may use, by name."""
         return [self._models[name].manifest for name in self.names() if _may_use(tenant, self._models[name])]

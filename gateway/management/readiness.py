@@ -1,4 +1,4 @@
-"""Whether requests would be served now: asks every model's scheduler about once a second.
+"""Whether requests would be served now: asks every model's scheduler about once a second, also for the live view.
 
 A gateway is ready while one model is: that another one has no worker is no reason to send its callers away.
 A clock that differs is no reason not to serve, for nothing is decided by it; it is logged when it is found.
@@ -15,6 +15,7 @@ from contracts.messages.base import Codec
 from contracts.messages.queues import QueueAnswer
 from gateway.intake.catalog import Catalog
 from gateway.intake.shedding import Shedding
+from gateway.live import Live
 
 ASK_EVERY_S = 1.0
 ASK_SOON_S = 0.1
@@ -29,8 +30,9 @@ _queue_codec = Codec[QueueAnswer](QueueAnswer)
 class Readiness:
     """``not_ready`` says what was found at the last look."""
 
-    def __init__(self, bus: Bus, catalog: Catalog, shedding: Shedding, stream_owner: str) -> None:
+    def __init__(self, bus: Bus, catalog: Catalog, live: Live, shedding: Shedding, stream_owner: str) -> None:
         self._bus = bus
+        self._live = live
         self._shedding = shedding
         self._stream_owner = stream_owner
         self._clock_differs = False
@@ -66,6 +68,7 @@ class Readiness:
             names = self._catalog.names()
             found = await asyncio.gather(*(self._look_at(name) for name in names))
             self._tell_clock()
+            self._live.round_ended()
             self._reasons = (found if all(found) else []) if names else ["there is no model"]
             await asyncio.sleep(ASK_SOON_S if self._reasons else ASK_EVERY_S)
 
@@ -78,13 +81,16 @@ class Readiness:
 
     async def _look_at(self, model: str) -> str:
         try:
-            data = await self._bus.request(subjects.queues(model), b"", timeout_s=ASK_TIMEOUT_S)
+            data = await self._bus.request(subjects.queues(model), b"{}", timeout_s=ASK_TIMEOUT_S)
             answer = _queue_codec.decode(data)
         except Unavailable:
             self._catalog.note_load(model, None)
+            self._live.note(model, "no scheduler answers" if self._bus.connected else "the bus is not connected")
             return f"no scheduler answers for {model!r}"
         except msgspec.MsgspecError:
+            self._live.note(model, "its scheduler gives no readable answer")
             return f"the scheduler of {model!r} gives no readable answer"
+        self._live.note(model, answer)
         slots = sum(worker.slots for worker in answer.workers if worker.state == "ready")
         self._catalog.note_load(model, (answer.waiting + answer.running) / slots if slots else None)
         self._ahead_ms = next((it.ahead_ms for it in answer.clocks if it.process == self._stream_owner), self._ahead_ms)

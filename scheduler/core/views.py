@@ -1,9 +1,12 @@
 """What the core shows of itself: one request's status, the live queues, and the rules that always hold."""
 
+import heapq
+
 from contracts.messages.control import RequestState, StatusAnswer
-from contracts.messages.queues import ClockSkew, QueueAnswer, TenantQueue
+from contracts.messages.queues import ClockSkew, OpenRequest, QueueAnswer, QueueQuery, TenantQueue
 from scheduler.core import outcomes
 from scheduler.core.lifecycle import Lifecycle
+from scheduler.core.request import Request
 from scheduler.core.transitions import WAITING, State
 
 _SHOWN: dict[State, RequestState] = {
@@ -15,6 +18,9 @@ _SHOWN: dict[State, RequestState] = {
     State.ENDING: "running",
     State.CLEARING: "queued",
 }
+
+
+_PLAIN = QueueQuery()
 
 
 def status(life: Lifecycle, tenant: str, request_id: str) -> StatusAnswer:
@@ -37,7 +43,7 @@ def status(life: Lifecycle, tenant: str, request_id: str) -> StatusAnswer:
     return StatusAnswer(state="unknown")
 
 
-def queues(life: Lifecycle) -> QueueAnswer:
+def queues(life: Lifecycle, query: QueueQuery = _PLAIN) -> QueueAnswer:
     """The live queues, for operators and gateways' readiness; as of the last step."""
     oldest: dict[str, int] = {}
     running: dict[str, int] = {}
@@ -72,6 +78,33 @@ def queues(life: Lifecycle) -> QueueAnswer:
         workers=[worker.beat for worker in life.pool.workers.values()],
         tenants=tenants,
         clocks=[ClockSkew(process=name, ahead_ms=ahead) for name, ahead in life.clocks.apart().items()],
+        requests=_open_requests(life, query) if query.requests else [],
+    )
+
+
+def _open_requests(life: Lifecycle, query: QueueQuery) -> list[OpenRequest]:
+    if query.request_id:
+        found = [request for request in (life.requests.get(query.request_id),) if request is not None]
+    else:
+        found = heapq.nsmallest(query.requests, life.requests.values(), key=lambda each: each.envelope.admitted_at_ms)
+    return [_open_request(request, life.now_ms) for request in found]
+
+
+def _open_request(request: Request, now_ms: int) -> OpenRequest:
+    envelope = request.envelope
+    return OpenRequest(
+        request_id=request.id,
+        tenant=request.tenant,
+        key_id=envelope.key_id,
+        version=envelope.version,
+        priority=envelope.priority,
+        state=_SHOWN[request.state],
+        attempt=request.attempt,
+        worker=request.worker if request.state not in WAITING else "",
+        age_ms=max(0, now_ms - envelope.admitted_at_ms),
+        prompt_tokens=envelope.prompt_tokens,
+        max_output_tokens=envelope.max_output_tokens,
+        completion_tokens=request.progress.completion_tokens if request.progress else 0,
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from contracts.keys import ADMIN_SCOPES
@@ -79,3 +80,46 @@ async def test_a_parameter_out_of_range_is_refused_by_name(world: World, query: 
     assert (await world.client.get("/v1/usage?limit=10000&after=0&by=day,model&unknown=1")).status_code == 200
     unknown = await world.admin.get("/admin/v1/usage?unknown=1")
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "unknown")
+
+
+async def test_the_live_view_is_followed_until_its_key_is_revoked(world: World) -> None:
+    key = KeyRecord(id="watcher", tenant="T1", scopes=("admin:models",))
+    await world.put_key("hr_watcher", key)
+    headers = {"authorization": "Bearer hr_watcher"}
+
+    async def shows_the_pool() -> bool:
+        answer = await world.admin.get("/admin/v1/live", headers=headers)
+        return answer.status_code == 200 and bool(answer.json()["models"][0]["pools"])
+
+    await until(shows_the_pool, "the key works, and the owner has been asked")
+    assert (await world.admin.get("/admin/v1/key", headers=headers)).json()["scopes"] == ["admin:models"]
+    events = []
+    async with world.admin.stream("GET", "/admin/v1/live", headers=headers | {"accept": "text/event-stream"}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        async for line in answer.aiter_lines():
+            if line.startswith("event: "):
+                events.append(line)
+            if len(events) == 2:
+                await world.put_key("hr_watcher", msgspec.structs.replace(key, revoked_at_ms=1))
+    assert events[:2] == ["event: live"] * 2 and events[-1] == "event: error"
+
+
+async def lets_in(world: World, headers: dict[str, str]) -> bool:
+    return (await world.admin.get("/admin/v1/key", headers=headers)).status_code == 200
+
+
+async def test_a_key_of_one_area_sees_that_area_alone(world: World) -> None:
+    paths = {
+        "admin:keys": ["keys"],
+        "admin:tenants": ["tenants"],
+        "admin:models": ["models", "live", "queues", "models/m/requests"],
+    }
+    for number, scope in enumerate(paths):
+        await world.put_key(f"hr_{number}", KeyRecord(id=f"k{number}", tenant="T1", scopes=(scope,)))  # type: ignore[arg-type]
+    for number, scope in enumerate(paths):
+        headers = {"authorization": f"Bearer hr_{number}"}
+        await until(lambda headers=headers: lets_in(world, headers), "the key works")  # type: ignore[misc]
+        for owner, of_area in paths.items():
+            for path in of_area:
+                status = (await world.admin.get(f"/admin/v1/{path}", headers=headers)).status_code
+                assert status == (200 if owner == scope else 403), (scope, path)

@@ -18,7 +18,7 @@ from gateway.apis.fields import model_of
 from gateway.apis.table import APIS
 from gateway.config import GatewayConfig
 from gateway.http import openapi, routes
-from gateway.management import admin, usage
+from gateway.management import admin, operations, usage
 from tests.unit.test_asyncapi import references, resolved
 
 
@@ -27,7 +27,7 @@ def applications() -> tuple[FastAPI, FastAPI]:
     services: Any = SimpleNamespace(config=GatewayConfig(pepper="none"))
     inference: Any = print
     public = routes.public(services, inference, (usage.own,))
-    return public._app, routes.private(services, (usage.everyones, admin.router))._app
+    return public._app, routes.private(services, (usage.everyones, admin.router, operations.router))._app
 
 
 APPS = applications()

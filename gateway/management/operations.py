@@ -1,0 +1,81 @@
+"""``/admin/v1``: what runs now, and what an operator does about it. Watched live as JSON or as server-sent events."""
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, cast
+
+import msgspec
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, Field
+
+from contracts import operations
+from contracts.errors import HeadraceError
+from contracts.messages.queues import REQUESTS_MAX, OpenRequest
+from gateway.http.exchange import Exchange
+from gateway.http.typed import CallerDep, Listed, Name, Services, ServicesDep, TypedRoute, refusals
+from gateway.live import LiveView
+from gateway.management.admin import MODELS
+from gateway.management.usage import Whole
+
+EVENTS = "text/event-stream"
+_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+
+router = APIRouter(
+    prefix="/admin/v1", tags=["Administration"], route_class=TypedRoute, responses=refusals(401, 403, 503)
+)
+
+
+class OwnKey(msgspec.Struct, kw_only=True):
+    """The key that asks."""
+
+    id: str
+    tenant: str
+    scopes: tuple[str, ...]
+
+
+@router.get("/key")
+async def own_key(caller: CallerDep) -> OwnKey:
+    """What the key that asks is for."""
+    return OwnKey(id=caller.key_id, tenant=caller.tenant.name, scopes=caller.scopes)
+
+
+@router.get("/live", dependencies=MODELS, responses={200: {"content": {EVENTS: {"schema": {"type": "string"}}}}})
+async def live(request: Request, services: ServicesDep) -> LiveView:
+    """Everything that runs now: pools, workers, queues.
+
+    With `Accept: text/event-stream` an event `live` about once a second, each with the whole of it, until the caller
+    leaves or its key is no longer good.
+    """
+    exchange: Exchange = request.scope["headrace"]
+    if any(EVENTS.encode() in value for name, value in exchange.scope["headers"] if name == b"accept"):
+        events = StreamingResponse(_events(exchange, services), media_type=EVENTS, headers=_HEADERS)
+        return cast(Any, events)
+    return services.live.snapshot()
+
+
+async def _events(exchange: Exchange, services: Services) -> AsyncIterator[bytes]:
+    async with services.live.following() as snapshots:
+        async for data in snapshots:
+            try:
+                services.directory.authenticate(exchange.scope["headers"], exchange.address, "admin:models")
+            except HeadraceError as error:
+                yield b"event: error\ndata: " + msgspec.json.encode({"error": {"code": error.code}}) + b"\n\n"
+                return
+            yield b"event: live\ndata: " + data + b"\n\n"
+
+
+class OpenRange(BaseModel, extra="forbid"):
+    """Of ``/admin/v1/models/{model}/requests``."""
+
+    limit: Whole = Field(50, ge=1, le=REQUESTS_MAX, description="Requests of the answer, the oldest first.")
+
+
+@router.get("/models/{model:path}/requests", dependencies=MODELS, responses=refusals(404))
+async def open_requests(
+    services: ServicesDep, model: Name, asked: Annotated[OpenRange, Query()]
+) -> Listed[OpenRequest]:
+    """Requests of a model that have not ended, without any text: who asks, how far it is, and where it runs."""
+    if model not in services.catalog.names():
+        raise HeadraceError("not_found", f"There is no model {model!r}.")
+    answer = await operations.queue(services.bus, model, requests=asked.limit)
+    return Listed(answer.requests)
