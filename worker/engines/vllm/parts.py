@@ -43,6 +43,7 @@ from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely
 from contracts import clock
 from contracts.control_tokens import MARK, ControlTokens
 from worker.engines.base import Counts, EngineFailure, EngineStats, Job, check_prompt
+from worker.engines.vllm.cut_calls import Choice, read_as_streams
 from worker.engines.vllm.grammar_process import Kind
 from worker.engines.vllm.grammars import Grammars
 from worker.engines.vllm.process import run_engine_core
@@ -73,6 +74,8 @@ class Record:
         self._reasoning = reasoning
         self._tokens: list[dict[int, list[int]]] = []
         """Of each prompt by choice, while reasoning is counted."""
+        self.whole: dict[int, Choice] = {}
+        """Choices of an answer that is given whole, by index."""
         self.prompt_tokens = 0
         """Of all prompts that the application has handed to the engine."""
         self.failure: EngineFailure | None = None
@@ -109,6 +112,15 @@ class Record:
                 choices.setdefault(completion.index, []).extend(completion.token_ids)
             if completion.finish_reason:
                 counts.finish_reason = completion.finish_reason
+
+    def gather(self, output: RequestOutput) -> None:
+        """Keep a DELTA output of an answer that is given whole."""
+        if self.job.endpoint == "completions":
+            return
+        for completion in output.outputs:
+            if completion.index not in self.whole:
+                self.whole[completion.index] = Choice(list(output.prompt_token_ids or ()))
+            self.whole[completion.index].add(completion)
 
     async def check(self, constraint: Constraint) -> None:
         """Raises EngineFailure for a constraint that the engine must not be given."""
@@ -197,7 +209,9 @@ async def _count(
                 raise RuntimeError("aborted")
             if not gather:
                 yield output
-            elif whole is None:
+                continue
+            record.gather(output)
+            if whole is None:
                 whole = output
             else:
                 whole.add(output, aggregate=True)
@@ -285,6 +299,7 @@ class Parts:
         control_tokens = functools.cache(lambda: ControlTokens(path.read_text(encoding="utf-8")))
         await init_app_state(_Counting(self._engine, control_tokens), state, self._args, self._tasks)
         if "generate" in self._tasks:
+            read_as_streams(state, lambda: _RECORD.get().whole)
             await self.grammars.start()
         # Half a million objects that stay: a full collection over them holds up every stream for 0.1 s and more.
         gc.collect()
