@@ -91,7 +91,7 @@ class Wanted:
     """Which adapters a worker of ``base`` is to serve: those whose model's stable version is one of it. Pure."""
 
     def __init__(self, base: Base) -> None:
-        self._base = base
+        self.base = base
         self._records: dict[str, ModelRecord] = {}
         self._versions: dict[str, Manifest] = {}
         """Both by their keys."""
@@ -104,7 +104,7 @@ class Wanted:
             self._records[key] = record
 
     def set_version(self, key: str, manifest: Manifest | None) -> None:
-        if manifest is not None and manifest.base == self._base:
+        if manifest is not None and manifest.base is not None:
             self._versions[key] = manifest
         else:
             self._versions.pop(key, None)
@@ -113,7 +113,8 @@ class Wanted:
         """By name."""
         found = {}
         for key, record in self._records.items():
-            if (manifest := self._versions.get(f"{key}.{subjects.encode(record.stable)}")) is not None:
+            manifest = self._versions.get(f"{key}.{subjects.encode(record.stable)}")
+            if manifest is not None and manifest.base == self.base:
                 found[record.name] = (record, manifest)
         return found
 
@@ -151,6 +152,15 @@ class Adapters:
         finally:
             for watch in watches:
                 await watch.close()
+
+    def served(self) -> list[str]:
+        """Names of those that are served, or are to be."""
+        return sorted(self._serving.keys() | self._wanted.now().keys())
+
+    def based_on(self, base: Base) -> None:
+        """The worker serves another version now, and adapters of that."""
+        self._wanted.base = base
+        self._changed.set()
 
     async def drain(self) -> None:
         """Serve no more: returns when each has ended as it ends."""

@@ -100,6 +100,7 @@ class Heartbeats:
             model=model,
             version=served.version,
             state=core.state,
+            pinned=core.pinned,
             reason=(core.reason or self._stage())[:REASON_MAX],
             epoch=core.epoch,
             slots=attempts.slots_here,

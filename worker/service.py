@@ -38,6 +38,8 @@ from worker.loading import Loader
 MANIFEST_S = 0.5
 LATE_S = 0.5
 """A worker whose event loop is later than this pulls no more work, and is placed none (scheduler.core.settings)."""
+DRAIN_KNOWN_S = 1.0
+"""From the heartbeat that tells of a drain until nothing is dispatched here any more, and all that was has come."""
 LAST_S = 5.0
 """After the grace time: for the last terminal events and acknowledgements."""
 
@@ -98,6 +100,7 @@ class Worker:
         )
         self._core = WorkerCore(
             version=manifest.version,
+            pinned=host is not None or bool(config.version),
             tokenizer_fingerprint=manifest.tokenizer_fingerprint,
             kv_overbooking=kv_overbooking,
             stall_samples=max(1, round(config.stall_s / SAMPLE_S)),
@@ -339,6 +342,9 @@ class Worker:
         """Have another version's files here while this one is served."""
         name = self._manifest.name
         try:
+            if self._adapters is not None and (adapters := self._adapters.served()):
+                served = f"it serves adapters of {self._manifest.version}: {', '.join(adapters)}"
+                raise HeadraceError("conflict", f"{served[:500]}; give them versions for {version}, or remove them")
             manifest = await registry.version(self._bus, name, version)
             await self._loader.fetch(manifest)
         except (BusError, HeadraceError, EngineFailure) as error:
@@ -348,6 +354,8 @@ class Worker:
             return
         self._fetched[version] = manifest
         self._step(events.VersionFetched(version=version))
+        await asyncio.sleep(DRAIN_KNOWN_S)
+        self._step(events.DrainKnown())
 
     def _load(self, manifest: Manifest) -> None:
         """Serve it, under a new name; the old one still hands out frames to who missed some."""
@@ -355,6 +363,8 @@ class Worker:
         kept = {self._manifest.version, manifest.version}
         self._fetched = {version: each for version, each in self._fetched.items() if version in kept}
         self._manifest = manifest
+        if self._adapters is not None:
+            self._adapters.based_on(Base(model=manifest.name, version=manifest.version))
         self._supervisor.switch(partial(self._loader.load, manifest), manifest.tokenizer_fingerprint)
         retired = self._tasks.create_task(self._instance.retire())
         self._retired.add(retired)

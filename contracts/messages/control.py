@@ -103,6 +103,9 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True):
     model: Name
     version: Name
     state: WorkerState
+    pinned: bool = False
+    """It serves the version that it was started for by name, whatever becomes of that: it has had no order to serve
+    one. An adapter's worker goes with its base's, and is never ordered."""
     reason: Text = ""
     """What it waits for or what failed, for people; of a worker that is ready: why it did not switch its version."""
     epoch: Epoch = Epoch()
@@ -187,7 +190,8 @@ class Evict(Message, frozen=True, kw_only=True, tag="evict"):
 
 
 class SwitchVersion(Message, frozen=True, kw_only=True, tag="switch_version"):
-    """Owner -> worker: serve this version of the model. Answered at once; the heartbeat says what came of it.
+    """Owner -> worker: serve this version of the model, and those that later orders name. Answered at once; the
+    heartbeat says what came of it.
 
     The worker fetches and verifies it while it serves on, lets what runs end, loads it and joins under a new name. One
     that cannot be had, or fails when it starts, is not served: the worker serves the version before, and says why.

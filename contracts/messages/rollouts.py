@@ -128,6 +128,8 @@ class RolloutProgress(Message, frozen=True, kw_only=True):
     """Why it is over, with the numbers."""
     spilled: Whole = 0
     """Requests that were the new version's and went to the stable one, for it had no worker or no room."""
+    released: Annotated[list[Name], MANY] | None = None
+    """Workers of the new version when it was over: they go with the stable one, also those started by name for it."""
     ended_at_ms: int = 0
 
 

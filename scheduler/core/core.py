@@ -481,6 +481,8 @@ class Core(Lifecycle):
                 self.send_cancel(request)
         self._hear_no_more()
         self.versions.pass_time()
+        if not self.admission.record.removed:
+            self.moves.pass_time()
         self.tombstones.pass_time(now)
         self.keys.pass_time(now)
         self.accused.pass_time(now, (request.envelope for request in self.requests.values()))

@@ -23,6 +23,7 @@ from scheduler.core.admission import AdmissionControl
 from scheduler.core.clocks import Clocks
 from scheduler.core.fair_queue import FairQueue, QueuedRequest
 from scheduler.core.idempotency import IdempotencyKeys
+from scheduler.core.moves import Moves
 from scheduler.core.request import Request
 from scheduler.core.settings import Settings
 from scheduler.core.stream_owners import StreamOwners
@@ -63,6 +64,7 @@ class Lifecycle:
         self.admission = AdmissionControl(record, self.queue, now_ms)
         self.pool = WorkerPool(epoch=epoch, settings=settings, kv_overbooking=record.limits.kv_overbooking)
         self.versions = Versions(self, record.stable)
+        self.moves = Moves(self)
         self.stream_owners = StreamOwners()
         self.clocks = Clocks()
         self.mended: dict[str, int] = {}

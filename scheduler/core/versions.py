@@ -63,6 +63,16 @@ class Versions:
         self._backlog = 0
         """Requests that wait for the new version, about."""
 
+    @property
+    def rolled_out(self) -> str:
+        """The new version of an open roll-out; empty without one."""
+        return "" if self.rollout is None or self.rollout.over else self.rollout.plan.to
+
+    @property
+    def released(self) -> frozenset[str]:
+        """Workers that were the new version's until the roll-out was over."""
+        return frozenset(self.rollout.released or ()) if self.rollout is not None else frozenset()
+
     # -- what the operator and the registry say ----------------------------------------------------------
 
     def rollout_changed(self, plan: RolloutPlan | None, progress: RolloutProgress | None) -> None:
@@ -158,9 +168,12 @@ class Versions:
 
     def pass_time(self) -> None:
         """Steps go on, and who waits for a version that has no worker is sent home."""
-        if self.rollout is None or self.rollout.over or self._life.recovering:
+        if self.rollout is None or self._life.recovering:
             return  # Which workers there are is not known before the takeover is complete.
         pool, to = self._life.pool, self.rollout.plan.to
+        if self.rollout.over:
+            self.rollout.release([name for name, worker in pool.workers.items() if worker.beat.version == to])
+            return
         self._backlog = sum(
             request.envelope.version == to and request.state in WAITING for request in self._life.requests.values()
         )

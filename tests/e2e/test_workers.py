@@ -46,8 +46,14 @@ def workers(stack: Stack) -> dict[str, str]:
 
 def places(stack: Stack, model: str) -> list[str]:
     """Names of a model's workers as its owner sees them."""
+    return sorted(versions(stack, model))
+
+
+def versions(stack: Stack, model: str) -> dict[str, str]:
+    """Version by name of a model's workers that are ready, as its owner sees them."""
     [answer] = stack.cli_json("queue", "--model", model)
-    return sorted(each["worker"].rpartition("-")[0] for each in answer["workers"] if each["state"] == "ready")
+    ready = [each for each in answer["workers"] if each["state"] == "ready"]
+    return {each["worker"].rpartition("-")[0]: each["version"] for each in ready}
 
 
 def test_each_model_has_its_own_owner_workers_and_limits(stack: Stack) -> None:
@@ -90,7 +96,10 @@ def test_a_worker_comes_and_goes_and_nothing_restarts(stack: Stack) -> None:
 
 
 def test_a_new_version_is_published_served_and_promoted_by_commands_alone(start_stack: StartStack) -> None:
-    """While it is rolled out a pin reaches it; what has no pin goes there once it is the stable one."""
+    """While it is rolled out a pin reaches it; what has no pin goes there once it is the stable one.
+
+    Then the other workers follow, without a restart; and come back from a version whose roll-out was aborted.
+    """
     stack = start_stack()
     name = stack.model
     stack.cli_json("model", "publish", name, "--version", "next", "--engine", "simulated")
@@ -102,8 +111,19 @@ def test_a_new_version_is_published_served_and_promoted_by_commands_alone(start_
     with stack.client() as client:
         answer = client.post("/v1/chat/completions", json=A_CHAT | {"model": f"{name}@next"})
     assert answer.headers.get("x-headrace-model") == f"{name}@next", answer.text
+    pids = stack.run.pids["worker"]
     assert stack.cli("rollout", "promote", name).returncode == 0
     wait_until(lambda: ask(stack, name).headers.get("x-headrace-model") == f"{name}@next", "it is the stable one")
+    both = {"worker-0": "next", added["name"]: "next"}
+    wait_until(lambda: versions(stack, name) == both, "the others follow")
+    stack.cli_json("model", "publish", name, "--version", "third", "--engine", "simulated")
+    [third] = stack.cli_json("worker", "add", name, "--version", "third")
+    assert stack.cli("rollout", "start", name, "--to", "third", "--steps", "1", "--hold", "1h").returncode == 0
+    wait_until(lambda: "third" in versions(stack, name).values(), "its owner sees it")
+    assert stack.cli("rollout", "abort", name).returncode == 0
+    wait_until(lambda: versions(stack, name) == both | {third["name"]: "next"}, "it comes back")
+    assert ask(stack, name).status_code == 200
+    assert set(stack.run.pids["worker"]) == {*pids, third["pid"]}
 
 
 def test_a_model_comes_and_goes(stack: Stack) -> None:

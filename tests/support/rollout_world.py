@@ -16,7 +16,7 @@ import msgspec
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch, RequestDemand, RequestFacts, fields_of
-from contracts.messages.control import Progress, WorkerHeartbeat
+from contracts.messages.control import Progress, SwitchVersion, WorkerHeartbeat, WorkerState
 from contracts.messages.records import ModelRecord, TenantRecord
 from contracts.messages.request import Reply, RequestEnvelope
 from contracts.messages.rollouts import RolloutEvent, RolloutPlan, RolloutProgress
@@ -70,9 +70,13 @@ class Running:
 class SimWorker:
     """A worker with the simulated engine's batch, of one version."""
 
-    def __init__(self, name: str, version: str, kind: Kind) -> None:
+    def __init__(self, name: str, version: str, kind: Kind, *, pinned: bool = False) -> None:
         self.name = name
         self.version = version
+        self.pinned = pinned
+        self.state: WorkerState = "ready"
+        self.reason = ""
+        self.wanted = version
         self.kind = kind
         self.batch = Batch(slots=SLOTS, kv_tokens=1_000_000, prefill_tps=1e6)
         self.running: dict[Sequence, Running] = {}
@@ -84,7 +88,9 @@ class SimWorker:
             worker=self.name,
             model="m",
             version=self.version,
-            state="ready",
+            state=self.state,
+            pinned=self.pinned,
+            reason=self.reason,
             epoch=self.epoch,
             slots=SLOTS,
             kv_tokens=1_000_000,
@@ -123,8 +129,14 @@ class RolloutWorld:
         """Request -> the version that it was first dispatched to."""
         self.dispatches: list[tuple[int, str, str]] = []
         """When, request, version."""
+        self.orders: list[tuple[int, str, str]] = []
+        """Switches of workers: when, from, to."""
+        self.broken: set[str] = set()
+        """Versions that no worker can load."""
+        self.kinds = {"v2": kind}
+        self.joined = 0
         self.workers = [SimWorker(f"s{number}", "v1", GOOD) for number in range(stable)]
-        self.workers += [SimWorker(f"c{number}", "v2", kind) for number in range(new)]
+        self.workers += [SimWorker(f"c{number}", "v2", kind, pinned=True) for number in range(new)]
         self.timers: list[tuple[int, int, str]] = []
         self.begin_term()
         self.feed(events.Recovered())
@@ -208,6 +220,33 @@ class RolloutWorld:
 
     def add_worker(self, version: str, kind: Kind = GOOD) -> None:
         self.workers.append(SimWorker(f"n{len(self.workers)}", version, kind))
+
+    def _switch(self, name: str, version: str) -> None:
+        """It drains, and joins a second after its last request has ended, under another name."""
+        worker = next(each for each in self.workers if each.name == name)
+        worker.pinned = False
+        if version != worker.wanted:
+            worker.wanted, worker.state = version, "draining"
+            self.orders.append((self.now, worker.version, version))
+            self._after(1_000, "left")
+
+    def _left(self) -> None:
+        for worker in [each for each in self.workers if each.alive and each.state == "draining"]:
+            if worker.running:
+                self._after(1_000, "left")
+                continue
+            worker.alive = False
+            self.joined += 1
+            refused = worker.wanted in self.broken
+            version = worker.version if refused else worker.wanted
+            joined = SimWorker(f"j{self.joined}", version, self.kinds.get(version, GOOD))
+            joined.reason = f"{worker.wanted} refused: it does not start" if refused else ""
+            joined.state = "starting"
+            self.workers.append(joined)
+            self._after(3_000, "started")
+
+    def _started(self) -> None:
+        next(each for each in self.workers if each.state == "starting").state = "ready"
 
     # -- time --------------------------------------------------------------------------------------------
 
@@ -330,6 +369,8 @@ class RolloutWorld:
                 self.requests.pop(seq, None)
             case events.StoreTerminal(event):
                 self._ended(event)
+            case events.SendControl(worker, SwitchVersion(version=version)):
+                self._switch(worker, version)
             case events.KeepRollout(progress):
                 self.kept = msgspec.json.decode(msgspec.json.encode(progress), type=RolloutProgress)
             case events.TellRollout(event):

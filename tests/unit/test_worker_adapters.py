@@ -26,6 +26,9 @@ def test_wanted_is_what_a_model_serves_of_this_version_of_the_base() -> None:
     assert wanted.now() == {}  # Workers of the base's other version serve it.
     wanted.set_version("a.v2", adapter("v2"))
     assert [manifest.version for _, manifest in wanted.now().values()] == ["v2"]
+    wanted.base = Base(model="m", version="v2")
+    assert wanted.now() == {}, "the worker has switched"
+    wanted.base = BASE
     wanted.set_model("a", ModelRecord(name="a", stable="v2", removed=True))
     assert wanted.now()  # What it had admitted goes on.
     wanted.set_model("a", None)

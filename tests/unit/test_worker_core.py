@@ -21,6 +21,7 @@ from worker.core.events import (
     AttemptEnded,
     CloseStream,
     ControlAsked,
+    DrainKnown,
     DrainStarted,
     Effect,
     Event,
@@ -704,6 +705,7 @@ def test_a_switch_waits_for_what_runs_and_loads_then() -> None:
     world.pull(item())
     world.step(VersionFetched(version="v2"))
     assert (world.core.state, world.core.credit()) == ("draining", 0)
+    world.step(DrainKnown())
     world.end(("r1", 1))
     assert LoadVersion in kinds(world.decide(("r1", 1)))
     assert (world.core.state, world.core.worker) == ("starting", "")
@@ -714,7 +716,8 @@ def test_a_switch_waits_for_what_runs_and_loads_then() -> None:
 
 def test_a_version_that_does_not_start_gives_way_to_the_one_before() -> None:
     world = switching()
-    assert only(world.step(VersionFetched(version="v2")), LoadVersion).version == "v2"
+    world.step(VersionFetched(version="v2"))
+    assert only(world.step(DrainKnown()), LoadVersion).version == "v2"
     world.step(Joined(worker="w-2"))
     assert only(world.step(EngineRefused(reason="no")), LoadVersion).version == "v1"
     world.step(Joined(worker="w-3"))
@@ -749,22 +752,40 @@ def test_the_last_order_counts() -> None:
     world.ask(SwitchVersion(epoch=Epoch(1, 1), version="v3"), 4)
     world.step(VersionFetched(version="v2"))
     assert world.core.state == "ready"
-    assert only(world.step(VersionFetched(version="v3")), LoadVersion).version == "v3"
+    world.step(VersionFetched(version="v3"))
+    assert only(world.step(DrainKnown()), LoadVersion).version == "v3"
 
 
 def test_an_engine_that_dies_while_its_version_is_left_is_not_rebuilt() -> None:
     world = switching()
     world.pull(item())
     world.step(VersionFetched(version="v2"))
+    world.step(DrainKnown())
     assert RebuildEngine not in kinds(world.step(EngineLost(reason="it died")))
     world.end(("r1", 1))
     assert LoadVersion in kinds(world.decide(("r1", 1)))
+
+
+def test_what_was_on_its_way_to_a_worker_that_switches_is_given_back() -> None:
+    world = switching()
+    assert LoadVersion not in kinds(world.step(VersionFetched(version="v2"))), "its owner does not know yet"
+    stored = only(world.pull(item()), StoreEvent).event
+    assert (stored.error_code, stored.retryable, stored.given_back) == ("shutting_down", True, True)
+    assert LoadVersion not in kinds(world.step(DrainKnown()))
+    assert LoadVersion in kinds(world.decide(("r1", 1)))
+
+
+def test_a_worker_that_was_started_for_a_version_goes_with_the_others_once_it_is_told() -> None:
+    world = World(version="v1", pinned=True)
+    assert SendHeartbeat in kinds(world.ask(SwitchVersion(epoch=Epoch(1, 1), version="v1"), 1))
+    assert (world.core.pinned, world.core.state) == (False, "ready")
 
 
 def test_a_worker_that_is_told_to_stop_switches_no_more() -> None:
     world = switching()
     world.pull(item())
     world.step(VersionFetched(version="v2"))
+    world.step(DrainKnown())
     world.step(DrainStarted())
     world.end(("r1", 1))
     assert LoadVersion not in kinds(world.decide(("r1", 1)))

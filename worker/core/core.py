@@ -44,6 +44,7 @@ class WorkerCore:
         self,
         *,
         version: str = "",
+        pinned: bool = False,
         tokenizer_fingerprint: str = "",
         kv_overbooking: float = 1.0,
         stall_samples: int = 60,
@@ -53,6 +54,8 @@ class WorkerCore:
         self.state: WorkerState = "starting"
         self.reason = ""
         """Why it is not ready; of one that is ready, why it did not switch."""
+        self.pinned = pinned
+        """It was started for its version by name, and has had no order to serve one."""
         self._version = version
         self._wanted = version
         """The version that it was told last."""
@@ -62,6 +65,7 @@ class WorkerCore:
         """What ``_previous`` becomes with the next load."""
         self._switching = False
         """What is in flight may end, then the wanted version is loaded."""
+        self._drain_known = False
         self.epoch = Epoch()
         self.attempts = Attempts(kv_overbooking, occupancy)
         self._fingerprint = tokenizer_fingerprint
@@ -117,6 +121,8 @@ class WorkerCore:
                 self._engine_refused(event.reason)
             case events.VersionFetched():
                 self._fetched(event.version)
+            case events.DrainKnown():
+                self._drain_known = True
             case events.VersionRefused():
                 self._version_refused(event.version, event.reason)
             case events.DrainStarted():
@@ -128,7 +134,7 @@ class WorkerCore:
                 self._effects.append(events.SendHeartbeat())
             case _:
                 raise BrokenLifecycle(f"no such event: {event!r}")
-        if self._switching and not len(self.attempts):
+        if self._switching and self._drain_known and not len(self.attempts):
             self._load(self._wanted, previous=self._fallback)
         while self.state == "ready" and (attempt := self.attempts.start_next()):
             attempt.started_at_ms = self._now_ms
@@ -284,6 +290,9 @@ class WorkerCore:
 
     def _switch(self, version: str) -> None:
         """Repeated orders are one. One for the version that is served calls off another that is not loaded yet."""
+        if self.pinned:
+            self.pinned = False
+            self._effects.append(events.SendHeartbeat())
         if version == self._wanted or self.state == "draining":
             return
         self._wanted = version
@@ -296,6 +305,7 @@ class WorkerCore:
             return
         self._fallback = self._version if self.state in ("ready", "engine_down") else ""
         self.state, self.reason, self._switching = "draining", f"switching to {version}", True
+        self._drain_known = False
         self._end_each(self.attempts.not_started(), outcomes.SHUTTING_DOWN)
         self._effects.append(events.SendHeartbeat())
 

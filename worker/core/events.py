@@ -76,6 +76,10 @@ class VersionFetched(Event, frozen=True, kw_only=True):
     version: str
 
 
+class DrainKnown(Event, frozen=True, kw_only=True):
+    """Since a drain for another version began there was time to hear of it: nothing more is on its way here."""
+
+
 class VersionRefused(Event, frozen=True, kw_only=True):
     """Another version's files cannot be had, or are not what was published."""
 

@@ -40,6 +40,7 @@ class Rollout:
         self._kept_at_ms = 0
         self._kept: RolloutProgress | None = None
         self.spilled = progress.spilled if progress is not None else 0
+        self.released = progress.released if progress is not None else None
         self.ended_at_ms = progress.ended_at_ms if progress is not None else 0
         self.reason = progress.reason if progress is not None else ""
         self.held_ms = progress.held_ms if progress is not None else 0
@@ -216,6 +217,12 @@ class Rollout:
         self._tell(news, now_ms, reason)
         self.judge.open.clear()
 
+    def release(self, workers: list[str]) -> None:
+        """It is over, and these served the new version then: from now on they go with the stable one."""
+        if self.released is None:
+            self.released = workers
+            self._keep(self.ended_at_ms)
+
     def _tell(self, news: RolloutNews, now_ms: int, reason: str = "") -> None:
         """The next owner must know of it before anybody else does."""
         self._keep(now_ms)
@@ -261,6 +268,7 @@ class Rollout:
             waits_for=self._waits_for(has_worker=has_worker),
             reason=self.reason,
             spilled=self.spilled,
+            released=self.released,
             ended_at_ms=self.ended_at_ms,
         )
 
@@ -272,7 +280,10 @@ class Rollout:
         if self.paused:
             return "the operator: it is paused"
         if not has_worker:
-            return f"a worker of {self.plan.to} that is ready: until then its share goes to {self.stable}"
+            return (
+                f"a worker of {self.plan.to} that is ready: until then its share goes to {self.stable} "
+                f"(headrace worker add {self.plan.model} --version {self.plan.to})"
+            )
         if (left_ms := self.plan.hold_ms - self.held_ms) > 0:
             return f"the end of the step's time, in {left_ms / 1000:.0f} s at the earliest"
         if missing := self.judge.missing(copies=self.phase == "shadow"):
