@@ -128,6 +128,11 @@ def attempts_of(model: str) -> str:
     return f"attempt.v1.{encode(model)}.>"
 
 
+def attempts_of_request(request_id: str) -> str:
+    """All terminal events of one request, of whichever model."""
+    return f"attempt.v1.*.{encode(request_id)}.*"
+
+
 def quarantine(model: str, request_id: str) -> str:
     """Where the scheduler keeps a request that ends engines (stream QUARANTINE)."""
     return f"quarantine.v1.{encode(model)}.{encode(request_id)}"
@@ -272,6 +277,11 @@ HEARTBEATS = "hb.v1.>"
 def worker_heartbeat(model: str, worker: str) -> str:
     """Heartbeat of a worker: its state, its room, and its attempts in flight."""
     return f"hb.v1.worker.{encode(model)}.{_process(worker)}"
+
+
+def worker_heartbeats_of(model: str) -> str:
+    """All workers of a model."""
+    return f"hb.v1.worker.{encode(model)}.>"
 
 
 def worker_pulse(model: str, worker: str) -> str:

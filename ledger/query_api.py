@@ -165,13 +165,14 @@ class QueryApi:
         if not 0 < len(request_id) <= ID_CHARS_MAX:
             raise BadQuery(f"an id has 1 to {ID_CHARS_MAX} characters")
         others: list[str] = []
-        found = await self._attempts(rows.request_id_at_the_end(request_id), tenant)
+        asked = rows.request_id_at_the_end(request_id)
+        found = await self._attempts(asked, tenant)
         if not found:
             same = await self._store.select(queries.own_id(request_id, tenant, OTHERS_MAX + 1))
-            newest, *others = [of for (of,) in same] or [""]
+            newest, *others = [of for (of,) in same] or [asked]
             found = await self._attempts(newest, tenant)
-        if not found:
-            return await self._explain_delivery(rows.request_id_at_the_end(request_id), tenant)
+            if not found:
+                return await self._explain_delivery(newest, tenant)
         events = [rows.event_of(values[:-2]) for values in found]
         delivery = (await self._deliveries([events[0].request_id])).get(events[0].request_id)
         told = phases.times(events, delivery)

@@ -257,12 +257,15 @@ def request(request_id: int, requested_at_ms: int, tenant: str | None, columns: 
 
 
 def own_id(text: str, tenant: str | None, limit: int) -> Query:
-    """Requests that their callers gave this id, the newest first. One column: the request id."""
+    """Requests that their callers gave this id, refused ones too, the newest first. One column: the request id."""
     of_tenant = "" if tenant is None else " AND tenant = {tenant:String}"
     parameters: dict[str, object] = {"id": text, "limit": limit} | ({} if tenant is None else {"tenant": tenant})
+    where = f"WHERE client_request_id = {{id:String}}{of_tenant}"
     sql = (
-        "SELECT toString(request_id) FROM attempts WHERE client_request_id = {id:String}"
-        f"{of_tenant} GROUP BY request_id ORDER BY max(requested_at) DESC LIMIT {{limit:UInt64}}"
+        "SELECT toString(request_id) FROM ("
+        f"SELECT request_id, requested_at FROM attempts {where}"
+        f" UNION ALL SELECT request_id, requested_at FROM deliveries {where}"
+        ") GROUP BY request_id ORDER BY max(requested_at) DESC LIMIT {limit:UInt64}"
     )
     return Query(sql, parameters)
 

@@ -225,6 +225,30 @@ async def test_a_worker_that_dies_before_the_first_token(cluster: Cluster) -> No
     )
 
 
+async def test_a_request_is_followed_through_the_loss_of_its_worker(cluster: Cluster) -> None:
+    """By its caller's own id, from before it came to its end."""
+    following = asyncio.create_task(
+        asyncio.to_thread(headrace, "trace", "followed", "--follow", "--json", **cluster.environment)
+    )
+    await asyncio.sleep(1)  # However long the command takes to start: it finds what is there, or waits for it.
+    call = cluster.ask(simulate={"tokens": ["a"] * 30, "ttft_ms": 1500}, headers={"X-Request-Id": "followed"})
+    dead = await killed(cluster)
+    await call.done()
+    done = await asyncio.wait_for(following, 30)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {step["request_id"] for step in steps} == {call.request_id}
+    exact = [(step["what"], step["attempt"]) for step in steps if step["what"] not in ("prefill", "decoding")]
+    assert exact == [
+        ("admitted", 0), ("queued", 0), ("dispatched", 1), ("attempt_ended", 1), ("retry", 2), ("dispatched", 2),
+        ("first_token", 2), ("attempt_ended", 2), ("relayed", 2), ("ended", 2),
+    ]  # fmt: skip
+    by_name = {(step["what"], step["attempt"]): step["facts"] for step in steps}
+    assert by_name["attempt_ended", 1]["outcome"] == "lost" and by_name["attempt_ended", 1]["worker"] == dead
+    assert by_name["dispatched", 2]["worker"] != dead and by_name["ended", 2]["outcome"] == "completed"
+    assert by_name["attempt_ended", 2]["completion_tokens"] == 30 == call.tokens
+
+
 async def test_a_retried_request_is_one_trace(cluster: Cluster) -> None:
     """In the caller's own trace, which need not say that it is sampled: a lost attempt is reason enough."""
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"

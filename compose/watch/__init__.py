@@ -1,0 +1,1 @@
+"""What `headrace trace` and `headrace top` look at."""
