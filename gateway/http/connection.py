@@ -109,11 +109,11 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        self.resume_writing()
         self._buffer.clear()
         if self._request is not None:
             self._request.gone = True
             self._request.changed.set()
+        self.resume_writing()
         self.owner.lost(self)
 
     def pause_writing(self) -> None:
@@ -127,6 +127,8 @@ class Connection(asyncio.Protocol):
             self._write_timer = None
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
+        if self._request is not None:
+            self._request.on_writable()
 
     # What the request under way asks --------------------------------------------------------------------------
 
@@ -285,8 +287,16 @@ class Connection(asyncio.Protocol):
             self._timer = None
 
 
+def _nothing() -> None:
+    pass
+
+
 class Request:
-    """A request under way: its ASGI application's ``receive`` and ``send``."""
+    """A request under way: its ASGI application's ``receive`` and ``send``.
+
+    It is the scope's extension ``headrace.writer``, too: who has sent an answer's head may write its body here, without
+    a turn of the event loop for each part.
+    """
 
     def __init__(self, connection: Connection, head: Head) -> None:
         self.body = Chunked() if head.length is None else Sized(head.length)
@@ -297,6 +307,8 @@ class Request:
         """The answer is written."""
         self.changed = asyncio.Event()
         """Something came, or the caller is gone, or the answer is complete."""
+        self.on_writable: Callable[[], None] = _nothing
+        """Called when ``write`` may be tried again."""
         self._connection = connection
         self._head = head
         self._continue_due = head.continues
@@ -321,12 +333,14 @@ class Request:
             "headers": head.headers,
             "client": connection.client,
             "server": None,
+            "extensions": {"headrace.writer": self},
         }
         try:
             await connection.owner.app(scope, self.receive, self.send)
         except Exception:
             _log.exception("application_failed", path=self._head.path[:200])
         finally:
+            self.on_writable = _nothing
             if not self.complete and not self.gone:
                 connection.close()
 
@@ -368,15 +382,26 @@ class Request:
         if message["type"] == "http.response.start":
             self._start(message["status"], message["headers"])
             return
-        data = message.get("body", b"")
-        if data and not self._bodiless:
-            connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        self.write(message.get("body", b""))
         if not message.get("more_body", False):
             if self._chunked:
                 connection.transport.write(b"0\r\n\r\n")
             self.complete = True
             self.changed.set()
             connection.answered(self)
+
+    def write(self, data: bytes) -> bool:
+        """Part of the body, at once; False where the caller must first read, and then nothing is written.
+
+        What nobody can read any more is dropped.
+        """
+        connection = self._connection
+        if self.gone or self.complete or self._bodiless or not data:
+            return True
+        if connection.write_paused:
+            return False
+        connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        return True
 
     def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         if self._started:

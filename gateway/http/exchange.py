@@ -17,6 +17,7 @@ from contracts.traceparent import checked
 from gateway import metrics
 from gateway.apis.response_format import one_line
 from gateway.apis.table import format_of
+from gateway.streams.stream import Writer
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -74,9 +75,10 @@ class Exchange:
         await self._send(message)
 
     @property
-    def send_body(self) -> Send:
-        """Sends further parts of an answer that has begun, past all layers: streams send thousands of them."""
-        return self._send
+    def writer(self) -> Writer:
+        """Takes further parts of an answer that has begun, past all layers: streams have thousands of them."""
+        writer: Writer = self.scope["extensions"]["headrace.writer"]
+        return writer
 
     async def respond(self, status: int, body: bytes, content_type: bytes, headers: Headers | None = None) -> None:
         """A whole answer."""

@@ -25,7 +25,7 @@ from gateway.http.request_log import RequestLog
 from gateway.http.typed import Services
 from gateway.intake.admission import Prepared, RequestContext, idempotency_key
 from gateway.streams.hub import Hub
-from gateway.streams.stream import KEEP_ALIVE, GatewayStream
+from gateway.streams.stream import GatewayStream
 
 RETURN_S = 10.0
 """So long after its hang-up the request of a caller with an idempotency key goes on: clients pause for up to 8 s before
@@ -172,15 +172,10 @@ async def _write_events(exchange: Exchange, stream: GatewayStream, caller: Calle
         log.raise_for(stream)
     headers = [*_STREAM_HEADERS, *_answer_headers(log)]
     await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
-    stream.committed = True
-    send = exchange.send_body
-    data = stream.take() or KEEP_ALIVE
-    while not stream.ended:
-        stream.last_write_at = began = time.monotonic()
-        await send({"type": "http.response.body", "body": data, "more_body": True})
-        log.blocked_s += time.monotonic() - began
-        await stream.ready()
-        data = stream.take()
+    if not stream.ended:
+        stream.write_to(exchange.writer)
+        await stream.over()
+    data = stream.take()
     failure = log.failure_of(stream)
     if failure is None:
         data += exchange.format.done
@@ -188,13 +183,12 @@ async def _write_events(exchange: Exchange, stream: GatewayStream, caller: Calle
         metrics.ERRORS.labels(failure.code).inc()
         data += exchange.format.error_event(failure, stream.request_id, stream.attempt, stream.chunks)
     caller.let_go()
-    await send({"type": "http.response.body", "body": data, "more_body": False})
+    await exchange.send({"type": "http.response.body", "body": data, "more_body": False})
 
 
 async def _write_answer(exchange: Exchange, stream: GatewayStream, caller: CallerWatch, log: RequestLog) -> None:
     """One JSON answer. Raises HeadraceError when there is none."""
-    while not stream.ended:
-        await stream.ready()
+    await stream.over()
     log.raise_for(stream)
     caller.let_go()
     await exchange.respond(200, stream.take(), b"application/json", _answer_headers(log))

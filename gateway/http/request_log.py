@@ -38,8 +38,6 @@ class RequestLog:
         self.asked_at = 0.0
         """When the scheduler was asked, and when it had admitted; monotonic, 0 before."""
         self.admitted_at = 0.0
-        self.blocked_s = 0.0
-        """How long writing waited for the caller."""
         self.outcome = "completed"
         self.code = ""
         self.status = 0
@@ -138,6 +136,11 @@ class RequestLog:
             client_request_id=exchange.client_request_id,
             traceparent=exchange.traceparent,
         )
+
+    @property
+    def blocked_s(self) -> float:
+        """How long writing waited for the caller."""
+        return self.stream.blocked_s if self.stream is not None else 0.0
 
     @property
     def edge_s(self) -> float:

@@ -10,7 +10,7 @@ from contracts.messages.request import RequestEnvelope
 from contracts.service.vitals import Vitals
 from contracts.streaming.subscriber import HEARTBEAT_S, Subscriber, every
 from gateway import metrics
-from gateway.streams.stream import GatewayStream
+from gateway.streams.stream import GatewayStream, Outbox
 
 
 class Hub(Subscriber):
@@ -27,6 +27,7 @@ class Hub(Subscriber):
         self._vitals = vitals
         self._hold_s = hold_s
         self._bytes_max = bytes_max
+        self._outbox = Outbox()
         metrics.STREAMS.set_function(self.__len__)
 
     async def _live(self) -> None:
@@ -43,6 +44,6 @@ class Hub(Subscriber):
 
     def listen(self, envelope: RequestEnvelope) -> GatewayStream:
         """The stream of a request that is yet to be admitted, open; the caller leaves it."""
-        stream = GatewayStream(envelope, hold_s=self._hold_s, bytes_max=self._bytes_max)
+        stream = GatewayStream(envelope, self._outbox, hold_s=self._hold_s, bytes_max=self._bytes_max)
         self.open(stream)
         return stream

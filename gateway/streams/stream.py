@@ -7,6 +7,8 @@ Chunks become server-sent events in the form of the caller's API. Order, repair 
 import asyncio
 import time
 from array import array
+from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -29,10 +31,45 @@ KEEP_ALIVE = b": keep-alive\n"
 """A comment line and no blank line: some SSE parsers take a block without data for an empty event."""
 
 
-class GatewayStream(RelayedStream):
-    """One task awaits ``ready`` and takes what there is."""
+class Writer(Protocol):
+    """Where the body of an answer goes whose head was sent."""
 
-    def __init__(self, envelope: RequestEnvelope, *, hold_s: float, bytes_max: int) -> None:
+    on_writable: Callable[[], None]
+    """Called when ``write`` may be tried again."""
+
+    def write(self, data: bytes) -> bool:
+        """At once; False where the caller must first read, and then nothing is written."""
+
+
+class Outbox:
+    """Has each stream that got something flushed once, when all else of this turn of the event loop has been done.
+
+    So what comes together is written together, and no stream costs a task's turn.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._due: list[GatewayStream] = []
+
+    def add(self, stream: "GatewayStream") -> None:
+        """``stream`` has something to write."""
+        if not self._due:
+            if self._loop is None:
+                self._loop = asyncio.get_running_loop()
+            self._loop.call_soon(self._flush)
+        self._due.append(stream)
+
+    def _flush(self) -> None:
+        due, self._due = self._due, []
+        now = time.monotonic()
+        for stream in due:
+            stream.flush(now)
+
+
+class GatewayStream(RelayedStream):
+    """One task awaits ``ready``, sends the answer's head, says where to write, and awaits ``over``."""
+
+    def __init__(self, envelope: RequestEnvelope, outbox: Outbox, *, hold_s: float, bytes_max: int) -> None:
         """The status line may wait ``hold_s`` for the first frame; more than ``bytes_max`` unread is too slow."""
         now = time.monotonic()
         super().__init__(
@@ -51,10 +88,11 @@ class GatewayStream(RelayedStream):
         self.error: ErrorData | None = None
         self.commit = False
         """The status line must not wait any longer for the first frame."""
-        self.committed = False
-        """The writer has sent the status line."""
         self.first_chunk_at = 0.0
-        self.last_write_at = now
+        self.blocked_s = 0.0
+        """How long writing waited for the caller."""
+        self._blocked_since = 0.0
+        self._last_write_at = now
         self._held_until = now + hold_s
         self._last_chunk_at = 0.0
         self.ended_at = 0.0
@@ -66,6 +104,8 @@ class GatewayStream(RelayedStream):
         self._pending_bytes = 0
         self._bytes_max = bytes_max
         self._waiter: asyncio.Future[None] | None = None
+        self._outbox = outbox
+        self._writer: Writer | None = None
         self._event = APIS[envelope.endpoint].format.event
 
     @property
@@ -75,21 +115,52 @@ class GatewayStream(RelayedStream):
 
     async def ready(self) -> None:
         """Returns when there is something to write, the status line is due, or the stream has ended."""
-        if not self._pending and not self.ended and (self.committed or not self.commit):
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+        while not self._pending and not self.commit and not self.ended:
+            await self._news()
+
+    async def over(self) -> None:
+        """Returns when the stream has ended."""
+        while not self.ended:
+            await self._news()
+
+    async def _news(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def write_to(self, writer: Writer) -> None:
+        """The answer's head is sent: what there is, or a sign of life, is written now, and what comes as it comes."""
+        self._writer = writer
+        writer.on_writable = self._go_on
+        if not self._pending:
+            self._put(KEEP_ALIVE)
+        self.flush(time.monotonic())
+
+    def flush(self, now: float) -> None:
+        """Write what is pending, where that can be."""
+        if self._writer is None or not self._pending:
+            return
+        if self._writer.write(b"".join(self._pending)):
+            self._pending.clear()
+            self._pending_bytes = 0
+            self._last_write_at = now
+            if self._blocked_since:
+                self.blocked_s += now - self._blocked_since
+                self._blocked_since = 0.0
+        elif not self._blocked_since:
+            self._blocked_since = now
+
+    def _go_on(self) -> None:
+        self.flush(time.monotonic())
 
     def take(self) -> bytes:
-        """Everything that is to be written now."""
-        pending = self._pending
-        if not pending:
-            return b""
-        self._pending = []
+        """What is pending, of a stream that has ended."""
+        data = b"".join(self._pending)
+        self._pending.clear()
         self._pending_bytes = 0
-        return pending[0] if len(pending) == 1 else b"".join(pending)
+        return data
 
     def on_chunk(self, data: msgspec.Raw | bytes, now: float) -> bool:
         if self.first_chunk_at:
@@ -103,7 +174,7 @@ class GatewayStream(RelayedStream):
         self._put(self._event(data) if self.sse else one_line(data))
         if self._pending_bytes <= self._bytes_max or not self.sse:
             return True
-        self._pending = []
+        self._pending.clear()
         self._pending_bytes = 0
         return False
 
@@ -128,8 +199,8 @@ class GatewayStream(RelayedStream):
         """Commit a held status line in time, and keep a silent stream alive."""
         if not self.sse or self.ended or self._pending:
             return
-        if self.committed:
-            if now - self.last_write_at >= KEEP_ALIVE_S:
+        if self._writer is not None:
+            if now - self._last_write_at >= KEEP_ALIVE_S:
                 self._put(KEEP_ALIVE)
         elif now >= self._held_until:
             self.commit = True
@@ -138,7 +209,10 @@ class GatewayStream(RelayedStream):
     def _put(self, data: bytes) -> None:
         self._pending.append(data)
         self._pending_bytes += len(data)
-        self._wake()
+        if self._writer is None:
+            self._wake()
+        elif len(self._pending) == 1:
+            self._outbox.add(self)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

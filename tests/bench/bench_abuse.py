@@ -34,7 +34,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from compose.stack.processes import die_with
-from tests.bench.bench_stream import TICK_US
 from tests.support.nats_server import free_port
 from tests.support.stack import ROOT, Stack
 
@@ -49,6 +48,8 @@ BOMB = gzip.compress(
 TEXT = json.dumps({"model": "simulated", "max_tokens": 1, "messages": [{"role": "user", "content": "word " * 200_000}]})
 CHAT = "/v1/chat/completions"
 COUNT = "/v1/messages/count_tokens"
+
+TICK_US = 1_000_000 / os.sysconf("SC_CLK_TCK")
 
 Attack = Callable[["Hostile"], Awaitable[None]]
 

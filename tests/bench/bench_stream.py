@@ -1,127 +1,111 @@
-"""What Headrace adds to a stream: time to first token at concurrency 1, and CPU per chunk at 32 streams.
+"""What a token costs from the worker to the caller's socket, and what is added to the first one.
 
-    python -m tests.bench.bench_stream [--requests 200] [--streams 32] [--tokens 500]
+    python -m tests.bench.bench_stream [--streams 32 128 512] [--tokens 64 512] [--chunks 8192]
 
-A whole stack with the simulated engine. The first token's delay is the engine's own 0 ms, so what is measured at the
-client (raw sockets, keep-alive) is ours: aim 5 ms at the median. CPU is that of gateway plus nats-server by /proc,
-heartbeats and all, which are printed alone too: aim 40 microseconds per chunk. Machines are shared: look at medians
-and run it more than once.
+A whole stack with the simulated engine, tokens 20 ms apart in common steps. CPU is of whole processes, with what they
+do without requests and with what a request costs, spread over its chunks: so answers of 64 tokens show a service, and
+those of 512 what a chunk costs. The worker's contains the simulated engine, whose own is measured in a process
+without a worker. Machines are shared: compare runs side by side (``bench_peers``) rather than figures.
 """
 
 import argparse
 import asyncio
-import json
-import os
-import statistics
+import multiprocessing
 import tempfile
 import time
+from contextlib import aclosing
 from pathlib import Path
-from urllib.parse import urlsplit
 
+import msgspec
+import uvloop
+
+from contracts.messages.records import Manifest
+from tests.bench.stream_load import Server, cpu_s, first_tokens, percentile, streams
 from tests.support.stack import Stack
+from worker.config import WorkerConfig
+from worker.engines.base import Counts, Job
+from worker.engines.simulated.engine import SimulatedEngine
 
-IDLE_S = 5.0
-TICK_US = 1_000_000 / os.sysconf("SC_CLK_TCK")
-
-
-class Connection:
-    """One keep-alive HTTP/1.1 connection, read as cheaply as Python can."""
-
-    def __init__(self, url: str, key: str) -> None:
-        split = urlsplit(url)
-        self.host, self.port, self._key = split.hostname, split.port, key
-
-    async def open(self) -> None:
-        self.reader, self.writer = await asyncio.open_connection(self.host, self.port, limit=1 << 20)
-
-    async def stream(self, body: dict[str, object]) -> tuple[float, int, float]:
-        """Milliseconds to the first data event, events, and milliseconds to the end."""
-        data = json.dumps(body).encode()
-        head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self.host}\r\nAuthorization: Bearer {self._key}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-        )
-        asked = time.perf_counter()
-        self.writer.write(head.encode() + data)
-        first = 0.0
-        events = 0
-        while True:
-            block = await self.reader.read(1 << 16)
-            if not block:
-                raise ConnectionError("closed")
-            count = block.count(b"data: {")
-            if count and not events:
-                first = (time.perf_counter() - asked) * 1000
-            events += count
-            if block.endswith(b"0\r\n\r\n"):
-                return first, events, (time.perf_counter() - asked) * 1000
+PROCESSES = ("gateway", "nats", "worker", "scheduler", "ledger")
+SLOTS = 16_384
 
 
-def cpu_us(pids: list[int]) -> float:
-    """User and system time that these processes have used."""
-    ticks = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks * TICK_US
+def engine_alone_us(at_once: int, tokens: int, answers: int) -> float:
+    """CPU per chunk of the simulated engine, whose chunks nobody wants."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        cost: float = pool.apply(_run_engine, (at_once, tokens, answers))
+        return cost
 
 
-async def first_tokens(stack: Stack, model: str, requests: int) -> list[float]:
-    connection = Connection(stack.run.url, stack.run.key)
-    await connection.open()
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": "one two three"}],
-        "stream": True,
-        "simulate": {"tokens": ["a", "b"], "ttft_ms": 0, "itl_ms": 1},
-    }
-    for _ in range(20):
-        await connection.stream(body)
-    return [(await connection.stream(body))[0] for _ in range(requests)]
+def _run_engine(at_once: int, tokens: int, answers: int) -> float:
+    async def run() -> float:
+        manifest = Manifest(name="m", version="v", engine="simulated", context=8192, default_output_tokens=16)
+        engine = SimulatedEngine(WorkerConfig(model="m", sim_slots=SLOTS), manifest)
+        await engine.start()
+        body = msgspec.json.encode({"messages": [{"role": "user", "content": "one two three"}], "max_tokens": tokens})
+
+        async def stream() -> int:
+            chunks = 0
+            for _ in range(answers):
+                job = Job(
+                    request_id="r", attempt=1, endpoint="chat/completions", body=body, stream=True, cache_salt="s"
+                )
+                async with aclosing(engine.generate(job, Counts())) as given:
+                    async for _ in given:
+                        chunks += 1
+            return chunks
+
+        began = time.process_time()
+        chunks = sum(await asyncio.gather(*(stream() for _ in range(at_once))))
+        return (time.process_time() - began) / chunks * 1e6
+
+    return uvloop.run(run())
 
 
-async def chunk_cost(stack: Stack, model: str, streams: int, tokens: int) -> dict[str, float]:
-    connections = [Connection(stack.run.url, stack.run.key) for _ in range(streams)]
-    for connection in connections:
-        await connection.open()
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": "one two three"}],
-        "stream": True,
-        "max_tokens": tokens,
-    }
-    groups = {name: stack.run.pids[name] for name in ("gateway", "nats", "worker")}
-    before = {name: cpu_us(pids) for name, pids in groups.items()}
-    results = await asyncio.gather(*(connection.stream(body) for connection in connections))
-    chunks = sum(events for _, events, _ in results)
-    return {name: (cpu_us(pids) - before[name]) / chunks for name, pids in groups.items()}
+def measure(stack: Stack, server: Server, at_once: int, tokens: int, chunks: int) -> None:
+    """Print one line."""
+    pids = {name: stack.run.pids[name] for name in PROCESSES}
+    answers = max(1, chunks // at_once // tokens)
+    before = {name: cpu_s(of) for name, of in pids.items()}
+    found = uvloop.run(
+        streams(server, at_once=at_once, answers=answers, request=server.request(tokens=tokens), spread_s=0.5)
+    )
+    count = sum(answer.chunks for answer in found)
+    cost = {name: (cpu_s(of) - before[name]) / count * 1e6 for name, of in pids.items()}
+    alone = engine_alone_us(at_once, tokens, answers)
+    pauses = [pause * 1000 for answer in found for pause in answer.pauses]
+    first = [(answer.first_at - answer.asked_at) * 1000 for answer in found]
+    print(
+        f"{at_once:5} {tokens:4} | {cost['gateway']:7.1f} {cost['nats']:5.1f} {cost['gateway'] + cost['nats']:6.1f} | "
+        f"{cost['worker']:6.1f} {cost['worker'] - alone:14.1f} | {cost['scheduler']:5.1f} {cost['ledger']:6.1f} | "
+        f"{percentile(pauses, 0.5):6.1f} {percentile(pauses, 0.99):6.1f} | "
+        f"{percentile(first, 0.5):6.1f} {percentile(first, 0.99):7.1f}",
+        flush=True,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=500)
+    parser.add_argument("--streams", type=int, nargs="+", default=[32, 128, 512])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512])
+    parser.add_argument("--chunks", type=int, default=8192, help="in each run; one answer on each stream at least")
+    parser.add_argument("--requests", type=int, default=200, help="for the first token of a request that is alone")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        stack = Stack(Path(directory) / "data", "--engine", "simulated").wait_ready()
+        stack = Stack(Path(directory) / "data", "--engine", "simulated", "--sim-slots", str(SLOTS)).wait_ready()
         try:
-            model = stack.model
-            spans = sorted(asyncio.run(first_tokens(stack, model, options.requests)))
-            p90 = spans[int(len(spans) * 0.9)]
-            print(f"added time to first token, concurrency 1: p50 {statistics.median(spans):.1f} ms, p90 {p90:.1f} ms")
-            groups = {name: stack.run.pids[name] for name in ("gateway", "nats")}
-            before = {name: cpu_us(pids) for name, pids in groups.items()}
-            time.sleep(IDLE_S)
-            idle = {name: (cpu_us(pids) - before[name]) / 1000 / IDLE_S for name, pids in groups.items()}
-            print(f"CPU without requests: gateway {idle['gateway']:.0f} + nats-server {idle['nats']:.0f} ms a second")
-            for run in range(3):
-                cost = asyncio.run(chunk_cost(stack, model, options.streams, options.tokens))
-                both = cost["gateway"] + cost["nats"]
-                print(
-                    f"CPU per chunk, {options.streams} streams, run {run + 1}: gateway {cost['gateway']:.1f} + "
-                    f"nats-server {cost['nats']:.1f} = {both:.1f} us (worker with engine {cost['worker']:.1f} us)"
-                )
+            server = Server(stack.run.url, stack.model, stack.run.key)
+            at_once = server.request(tokens=2, simulate={"ttft_ms": 0, "itl_ms": 1})
+            spans = [span * 1000 for span in uvloop.run(first_tokens(server, at_once, options.requests))]
+            print(
+                f"first token added, alone: p50 {percentile(spans, 0.5):.1f} ms, p90 {percentile(spans, 0.9):.1f} ms, "
+                f"p99 {percentile(spans, 0.99):.1f} ms"
+            )
+            print("CPU per chunk in us; times in ms")
+            print("streams tokens | gateway nats both | worker less engine | scheduler ledger | pause p50 p99 | first")
+            for tokens in options.tokens:
+                for streams_at_once in options.streams:
+                    measure(stack, server, streams_at_once, tokens, options.chunks)
         finally:
             stack.stop()
 
