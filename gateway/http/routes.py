@@ -38,6 +38,7 @@ def private(services: Services, routers: Iterable[APIRouter]) -> Edge:
 def _application(services: Services) -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.services = services
+    app.mount("/static", pages.files)
     return app
 
 

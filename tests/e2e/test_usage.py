@@ -3,13 +3,11 @@
 import csv
 import io
 import json
-import os
 import stat
 import time
 from collections.abc import Iterator
 from decimal import Decimal
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import clickhouse_connect
@@ -17,7 +15,7 @@ import httpx
 import pytest
 
 from contracts import ids
-from tests.support.browser import Browser, chromium
+from tests.support.browser import choose, enter_key, page
 from tests.support.polling import wait_until
 from tests.support.stack import Stack
 
@@ -257,28 +255,24 @@ def test_the_sql_endpoint_is_open_to_analysts(used: Stack) -> None:
             client.command("DROP TABLE attempts")
 
 
-def test_the_page_draws_a_month(used: Stack, tmp_path: Path) -> None:
-    binary = chromium()
-    if binary is None:
-        pytest.skip("there is no Chromium here (Debian, Ubuntu: apt install chromium)")
-    with Browser(binary) as browser:
+def test_the_page_draws_a_month(used: Stack) -> None:
+    with page() as browser:
         browser.open(f"{used.run.url}/usage")
         assert browser.run("document.getElementById('content').hidden")
-        browser.run(f"keyField.value = {used.run.key!r}; find('show').click()")
+        enter_key(browser, used.run.key)
         browser.until("document.body.dataset.drawn && document.body.dataset.drawn !== 'failed'")
-        assert browser.run("document.querySelectorAll('svg').length") == 6
+        assert browser.run("document.querySelectorAll('.charts svg').length") == 6
         assert browser.run("document.querySelectorAll('#spend rect').length") == 1
         assert browser.run("document.querySelectorAll('#latency circle').length") == 4
         assert TODAY in browser.run("document.querySelector('tbody').innerText")
+        assert browser.run("document.querySelectorAll('#slowest .track').length") >= 1
         assert browser.run("sessionStorage.getItem('key')") == used.run.key
         assert used.run.key not in browser.run("location.href + document.documentElement.outerHTML")
-        browser.run("find('by').value = 'outcome'; find('by').dispatchEvent(new Event('change'))")
+        choose(browser, "by", "outcome")
         browser.until("document.querySelector('tbody').innerText.includes('completed')")
         assert not browser.errors
-        browser.screenshot(Path(os.environ.get("HEADRACE_SCREENSHOTS", str(tmp_path))) / "usage.png")
-        browser.run("keyField.value = 'hr_wrong'; find('show').click()")
-        browser.until("notice.textContent.includes('API key')")
-        browser.open(f"{used.run.admin_url}/admin/usage")
-        browser.run(f"keyField.value = {used.run.admin_key!r}; find('show').click()")
+        enter_key(browser, "hr_wrong")
+        browser.until("document.getElementById('notice').textContent.includes('API key')")
+        browser.open(f"{used.run.admin_url}/admin/usage#key={used.run.admin_key}")
         browser.until("document.body.dataset.drawn && document.body.dataset.drawn !== 'failed'")
         assert browser.run("document.querySelectorAll('#spend-key .legend li').length") == 2

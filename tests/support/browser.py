@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pytest
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 WAIT_S = 30.0
 
@@ -119,8 +121,57 @@ class Browser:
             time.sleep(0.05)
         return value
 
+    def look(self, *, width: int = 1280, height: int = 800, dark: bool = False) -> None:
+        """As a screen of that size, and a system of that colour scheme, would show it."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+
+    def press(self, key: str) -> None:
+        """A key that writes nothing: Tab, Enter, Escape."""
+        codes = {"Tab": 9, "Enter": 13, "Escape": 27}
+        text = {"text": "\r"} if key == "Enter" else {}
+        for kind in ("keyDown", "keyUp"):
+            self.call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=codes[key],
+                **(text if kind == "keyDown" else {}),
+            )
+
     def screenshot(self, path: Path) -> None:
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(shot["data"]))
+
+
+def page(*, width: int = 1280, height: int = 800) -> Browser:
+    """A page of the machine's browser; where there is none, the test is skipped."""
+    binary = chromium()
+    if binary is None:
+        pytest.skip("there is no Chromium here (Debian, Ubuntu: apt install chromium)")
+    return Browser(binary, width=width, height=height)
+
+
+def enter_key(browser: Browser, key: str) -> None:
+    """Type a key into the frame's field."""
+    choose(browser, "key", key)
+
+
+def choose(browser: Browser, field: str, value: str) -> None:
+    """Give a field a value, as a person does."""
+    browser.run(
+        f"(field => {{ field.value = {json.dumps(value)}; field.dispatchEvent(new Event('change')); }})"
+        f"(document.getElementById({json.dumps(field)}))"
+    )
+
+
+def picture(browser: Browser, name: str) -> None:
+    """Into the folder HEADRACE_SCREENSHOTS, if that is named."""
+    if directory := os.environ.get("HEADRACE_SCREENSHOTS"):
+        browser.screenshot(Path(directory) / f"{name}.png")

@@ -46,7 +46,16 @@ def test_no_secret_gets_in_whatever_it_is_called() -> None:
     names += ("tls.pem", "id_rsa", "nats-users.conf", "gateway.log", "core.1", "x.pyc", ".git/config", "seeds/a")
     names += (".headrace/pepper", ".headrace/logs/gateway.log", ".headrace/a.py", "stack.data/secrets.json", ".x.py")
     places = ["", *(f"{folder}/" for folder in (*PRODUCT, "compose/deploy", "compose/deploy/locks", "compose/cli"))]
-    places += ["gateway/http/static/", "ledger/migrations/", ".venv/lib/", "build/", "tests/", "examples/", ".git/"]
+    places += [
+        "gateway/http/static/",
+        "gateway/http/templates/",
+        "ledger/migrations/",
+        ".venv/lib/",
+        "build/",
+        "tests/",
+        "examples/",
+        ".git/",
+    ]
     assert sent([place + name for place in places for name in names], IGNORE) == []
 
 
@@ -54,7 +63,13 @@ def test_all_that_runs_gets_in_and_no_test() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     got = set(sent(tracked, IGNORE))
     assert {path for path in tracked if path.startswith(PRODUCT) and path.endswith(".py")} <= got
-    for kind in ("gateway/http/static/*", "ledger/migrations/*.sql", "compose/stack/*.jinja", "contracts/py.typed"):
+    for kind in (
+        "gateway/http/static/*",
+        "gateway/http/templates/*",
+        "ledger/migrations/*.sql",
+        "compose/stack/*.jinja",
+        "contracts/py.typed",
+    ):
         assert {str(path.relative_to(ROOT)) for path in ROOT.glob(kind)} <= got
     assert not [path for path in got if path.startswith(("tests/", "examples/", "."))]
 

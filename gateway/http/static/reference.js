@@ -1,53 +1,10 @@
-<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Headrace: reference</title>
-<style>
-  :root { --ink: #1c2430; --dim: #5d6b7c; --line: #dde3ea; --ground: #fff; --soft: #f5f7fa; --accent: #0b6e99; }
-  @media (prefers-color-scheme: dark) {
-    :root { --ink: #e4e9f0; --dim: #93a1b2; --line: #2b3442; --ground: #12171e; --soft: #1a212b; --accent: #58b7dd; }
-  }
-  * { box-sizing: border-box; }
-  body { margin: 0; font: 15px/1.55 system-ui, sans-serif; color: var(--ink); background: var(--ground); }
-  .page { display: flex; max-width: 1200px; margin: 0 auto; }
-  nav { width: 290px; flex: none; padding: 20px 16px; position: sticky; top: 0; height: 100vh; overflow: auto;
-        border-right: 1px solid var(--line); font-size: 13px; }
-  nav h2 { margin: 18px 0 4px; font-size: 12px; text-transform: uppercase; letter-spacing: .06em; color: var(--dim); }
-  nav a { display: block; padding: 2px 0; overflow-wrap: anywhere; }
-  main { flex: 1; min-width: 0; padding: 20px 32px 80px; }
-  a { color: var(--accent); text-decoration: none; }
-  a:hover { text-decoration: underline; }
-  h1 { font-size: 26px; margin: 0 0 8px; }
-  h2 { font-size: 20px; margin: 36px 0 8px; }
-  h4 { font-size: 13px; margin: 14px 0 4px; color: var(--dim); }
-  section { border: 1px solid var(--line); border-radius: 8px; padding: 12px 16px; margin: 12px 0; }
-  section > h3 { margin: 0 0 4px; font-size: 15px; overflow-wrap: anywhere; }
-  code, .verb { font-family: ui-monospace, monospace; font-size: 13px; }
-  code { background: var(--soft); padding: 1px 4px; border-radius: 4px; }
-  .verb { color: var(--accent); font-weight: 600; margin-right: 8px; text-transform: uppercase; }
-  .dim { color: var(--dim); }
-  p { margin: 4px 0; white-space: pre-line; }
-  table { border-collapse: collapse; width: 100%; margin: 4px 0; }
-  td { border-top: 1px solid var(--line); padding: 4px 12px 4px 0; vertical-align: top; }
-  td:first-child { white-space: nowrap; }
-  td p { margin: 0; }
-  @media (max-width: 760px) { nav { display: none; } main { padding: 16px; } td:first-child { white-space: normal; } }
-</style>
-<div class="page"><nav id="index" aria-label="Contents"></nav><main id="content"><p class="dim">Loading…</p></main></div>
-<script>
-"use strict";
+// The OpenAPI or AsyncAPI document, readable.
+
+import { make } from "./frame.js";
+
 const source = location.pathname.startsWith("/asyncapi") ? "/asyncapi.json" : "/openapi.json";
 const content = document.getElementById("content"), index = document.getElementById("index");
 let doc;
-
-// make("p", {class: "dim"}, "text", element, ...): texts are set as text, never as HTML.
-function make(name, attributes, ...children) {
-  const element = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes || {})) element.setAttribute(key, value);
-  for (const child of children.flat()) if (child !== null && child !== undefined && child !== "") element.append(child);
-  return element;
-}
 
 // Text with `code` in it.
 function prose(text) {
@@ -107,8 +64,8 @@ function remarks(schema) {
 
 function row(name, required, schema, description) {
   return make("tr", {},
-    make("td", {}, make("code", {}, name), required ? make("span", {class: "dim"}, " required") : ""),
-    make("td", {}, typeOf(schema), make("p", {class: "dim"}, remarks(schema)), make("p", {}, prose(description))));
+    make("td", {}, make("code", {}, name), required ? make("span", {class: "soft"}, " required") : ""),
+    make("td", {}, typeOf(schema), make("p", {class: "soft"}, remarks(schema)), make("p", {}, prose(description))));
 }
 
 function fields(schema) {
@@ -121,7 +78,7 @@ function fields(schema) {
 function schemas() {
   heading("Schemas", Object.entries(doc.components.schemas).map(([name, schema]) => {
     const id = "schema-" + name;
-    const note = schema.additionalProperties === false ? make("p", {class: "dim"}, "Other fields are refused.") : "";
+    const note = schema.additionalProperties === false ? make("p", {class: "soft"}, "Other fields are refused.") : "";
     return [id, name, entry(id, name, make("p", {}, prose(schema.description)), fields(schema), note)];
   }));
 }
@@ -130,7 +87,7 @@ function schemas() {
 
 function body(described) {
   return Object.entries(described.content || {}).map(([kind, {schema}]) =>
-    make("div", {}, make("span", {class: "dim"}, kind, ": "), schema.properties ? fields(schema) : typeOf(schema)));
+    make("div", {}, make("span", {class: "soft"}, kind, ": "), schema.properties ? fields(schema) : typeOf(schema)));
 }
 
 function operation(path, verb, described) {
@@ -169,7 +126,7 @@ function channel(name, described) {
   const parties = action => operations.filter(one => one.action === action).map(one => one.tags[0].name).join(", ");
   const messages = Object.keys(described.messages).map(key => ({$ref: `#/channels/${name}/messages/${key}`}));
   const reply = (operations.find(one => one.reply) || {}).reply;
-  const line = (label, ...value) => make("tr", {}, make("td", {class: "dim"}, label), make("td", {}, ...value));
+  const line = (label, ...value) => make("tr", {}, make("td", {class: "soft"}, label), make("td", {}, ...value));
   return [id, name, entry(id, name,
     make("p", {}, make("code", {}, described.address)),
     make("p", {}, prose([described.summary, described.description].filter(Boolean).join(" "))),
@@ -189,13 +146,10 @@ async function show() {
   if (!answer.ok) throw new Error(`${source}: ${answer.status}`);
   doc = await answer.json();
   document.title = doc.info.title;
-  index.append(make("a", {href: "/docs"}, "HTTP API"), make("a", {href: "/asyncapi"}, "Bus"),
-    make("a", {href: source}, "this as JSON"));
+  index.append(make("a", {href: source}, "this as JSON"));
   content.replaceChildren(make("h1", {}, doc.info.title), make("p", {}, prose(doc.info.description)));
   if (doc.openapi) openapi(); else asyncapi();
   schemas();
   if (location.hash) document.getElementById(decodeURIComponent(location.hash.slice(1)))?.scrollIntoView();
 }
 show().catch(error => content.replaceChildren(make("p", {}, `The document cannot be shown: ${error.message}`)));
-</script>
-</html>
