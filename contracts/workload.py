@@ -14,4 +14,9 @@ Scope = tuple[str, str, str, str]
 
 def scope(request: RequestDemand | AttemptEvent, version: str) -> Scope:
     """Where a request belongs that ``version`` of its model serves; empty while nobody has said which one."""
-    return request.model, version, request.priority, "long" if request.prompt_tokens >= LONG_TOKENS else "short"
+    return request.model, version, request.priority, workload(request.prompt_tokens)
+
+
+def workload(prompt_tokens: int) -> str:
+    """The class of a request by its prompt."""
+    return "long" if prompt_tokens >= LONG_TOKENS else "short"

@@ -36,6 +36,8 @@ class LedgerConfig(ServiceConfig, frozen=True, kw_only=True):
     """Share of the requests that is traced; those that failed, were tried again or were slow all are."""
     trace_slow_s: Annotated[float, Meta(gt=0)] = 30.0
     """A request is slow from here on. A guess: most answers of a thousand tokens take less."""
+    otlp_metrics_endpoint: str = ""
+    """The same for metrics, ``http://host:4318/v1/metrics``; empty: none are sent."""
 
     def problems(self) -> list[str]:
         """Values that are out of range or do not go together."""
@@ -47,11 +49,14 @@ class LedgerConfig(ServiceConfig, frozen=True, kw_only=True):
                 wrong.append("HEADRACE_SQL_LISTEN: not host:port")
             if not self.sql_password:
                 wrong.append("HEADRACE_SQL_PASSWORD_FILE is not set, and HEADRACE_SQL_LISTEN is")
-        if self.otlp_endpoint:
-            if urlsplit(self.otlp_endpoint).scheme not in ("http", "https"):
-                wrong.append("HEADRACE_OTLP_ENDPOINT: no http(s) address, such as http://host:4318/v1/traces")
-            if importlib.util.find_spec("opentelemetry.exporter") is None:
-                wrong.append("HEADRACE_OTLP_ENDPOINT: the exporter is not installed: pip install 'headrace[traces]'")
+        for name, endpoint, path in (
+            ("HEADRACE_OTLP_ENDPOINT", self.otlp_endpoint, "traces"),
+            ("HEADRACE_OTLP_METRICS_ENDPOINT", self.otlp_metrics_endpoint, "metrics"),
+        ):
+            if endpoint and urlsplit(endpoint).scheme not in ("http", "https"):
+                wrong.append(f"{name}: no http(s) address, such as http://host:4318/v1/{path}")
+            if endpoint and importlib.util.find_spec("opentelemetry.exporter") is None:
+                wrong.append(f"{name}: the exporter is not installed: pip install 'headrace[traces]'")
         if empty_password(self.clickhouse_url):
             wrong.append("HEADRACE_CLICKHOUSE_URL: the password is empty")
         url = urlsplit(self.clickhouse_url)

@@ -11,6 +11,7 @@ import structlog
 
 from contracts import subjects
 from contracts.bus import Bus, BusError
+from contracts.messages.deliveries import Delivery
 from ledger import retention
 from ledger.availability import Availability
 from ledger.budgets import Budgets
@@ -19,6 +20,7 @@ from ledger.core.rows import Row
 from ledger.deliveries import DeliveryIngest
 from ledger.ingest import DURABLE, Ingest
 from ledger.invoices import Invoices
+from ledger.metering import Metering
 from ledger.prices import Prices
 from ledger.query_api import QueryApi
 from ledger.rollouts import Rollouts
@@ -117,18 +119,23 @@ class Ledger:
         queries = await self._bus.subscribe(
             subjects.USAGE_QUERIES, query_api.answer, queue=QUEUE, concurrent=True, limit=QUERIES_MAX
         )
-        tracing = self._tracing()
+        tracing, metering = self._tracing(), self._metering()
+        collected = [each for each in (tracing, metering) if each is not None]
 
         def inserted(rows: Sequence[Row]) -> None:
             newest: dict[str, int] = {}
             for row in rows:
                 newest[row.tenant] = max(newest.get(row.tenant, 0), row.stream_seq)
             budgets.touched(newest)
-            if tracing is not None:
-                tracing.attempts(rows)
+            for each in collected:
+                each.attempts(rows)
+
+        def told(deliveries: Sequence[Delivery]) -> None:
+            for each in collected:
+                each.deliveries(deliveries)
 
         ingest = Ingest(self._bus, self._store, self._config, self._clickhouse, self._stopping, inserted)
-        delivered = DeliveryIngest(self._store, tracing.deliveries if tracing is not None else lambda told: None)
+        delivered = DeliveryIngest(self._store, told)
         deliveries = await self._bus.subscribe(subjects.DELIVERIES, delivered.take, queue=QUEUE)
         await ingest.start()
         if not self._stopping.is_set():
@@ -146,12 +153,18 @@ class Ledger:
             await queries.close()
             await deliveries.close()
             await prices.close()
+            if metering is not None:
+                await metering.close()
 
     def _tracing(self) -> Tracing | None:
         config = self._config
         if not config.otlp_endpoint:
             return None
         return Tracing(config.otlp_endpoint, sample=config.trace_sample, slow_s=config.trace_slow_s)
+
+    def _metering(self) -> Metering | None:
+        endpoint = self._config.otlp_metrics_endpoint
+        return Metering(endpoint, self._bus.user) if endpoint else None
 
     async def _purge(self) -> None:
         while True:

@@ -16,8 +16,10 @@ from contracts.messages.deliveries import Delivery
 
 Value = str | int | float | bool | tuple[str, ...]
 
+PROVIDER = "headrace"
+"""gen_ai.provider.name"""
 _OPERATIONS = {"completions": "text_completion", "embeddings": "embeddings"}
-"""Endpoint -> gen_ai.operation.name, where that is not ``chat``."""
+"""By endpoint, where it is not ``chat``."""
 _RATIO_BITS = 56
 """Of a trace id that W3C has be random."""
 
@@ -148,16 +150,21 @@ def _attempt(made: _Maker, event: AttemptEvent, root: int, before: int) -> int:
     return span
 
 
+def operation(endpoint: str) -> str:
+    """gen_ai.operation.name"""
+    return _OPERATIONS.get(endpoint, "chat")
+
+
 def _name(known: Delivery | AttemptEvent) -> str:
     """``{operation} {model}``, as the conventions have it."""
-    return f"{_OPERATIONS.get(known.endpoint, 'chat')} {known.model}".strip()
+    return f"{operation(known.endpoint)} {known.model}".strip()
 
 
 def _attributes(last: AttemptEvent | None, delivery: Delivery | None) -> dict[str, Value]:
     known: Delivery | AttemptEvent = delivery if delivery is not None else last  # type: ignore[assignment]
     found: dict[str, Value] = {
-        "gen_ai.operation.name": _OPERATIONS.get(known.endpoint, "chat"),
-        "gen_ai.provider.name": "headrace",
+        "gen_ai.operation.name": operation(known.endpoint),
+        "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": known.model,
         "headrace.request_id": known.request_id,
         "headrace.tenant": known.tenant,

@@ -249,12 +249,40 @@ async def test_a_request_is_followed_through_the_loss_of_its_worker(cluster: Clu
     assert by_name["attempt_ended", 2]["completion_tokens"] == 30 == call.tokens
 
 
+def measured(receiver: OtlpReceiver) -> bool:
+    """Both requests were measured under the names of OpenTelemetry's GenAI conventions, the lost attempt in none."""
+    of = {"gen_ai__request__model": "simulated", "gen_ai__operation__name": "chat", "headrace__version": "sim-1"}
+    found = {
+        name: receiver.histogram(f"gen_ai.{name}", **of, **more)
+        for name, more in (
+            ("server.request.duration", {}),
+            ("server.time_to_first_token", {}),
+            ("server.time_per_output_token", {}),
+            ("client.token.usage", {"gen_ai__token__type": "output"}),
+        )
+    }
+    if any(each is None or each.values < 2 for each in found.values()):
+        return False
+    units = {name: each.unit for name, each in found.items() if each is not None and each.exponential}
+    assert units == dict.fromkeys(found, "s") | {"client.token.usage": "{token}"}
+    duration, usage = found["server.request.duration"], found["client.token.usage"]
+    assert duration is not None and usage is not None
+    assert 1.5 < duration.most <= duration.sum and usage.sum >= 4
+    return True
+
+
 async def test_a_retried_request_is_one_trace(cluster: Cluster) -> None:
     """In the caller's own trace, which need not say that it is sampled: a lost attempt is reason enough."""
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
     (ledger,) = cluster.ledgers
     with OtlpReceiver() as receiver:
-        ledger.settings |= {"HEADRACE_OTLP_ENDPOINT": receiver.url, "HEADRACE_TRACE_SAMPLE": "0"}
+        collected = {
+            "HEADRACE_OTLP_ENDPOINT": receiver.url,
+            "HEADRACE_TRACE_SAMPLE": "0",
+            "HEADRACE_OTLP_METRICS_ENDPOINT": receiver.metrics_url,
+            "OTEL_METRIC_EXPORT_INTERVAL": "500",
+        }
+        ledger.settings |= collected
         try:
             ledger.kill()
             ledger.start()
@@ -266,8 +294,10 @@ async def test_a_retried_request_is_one_trace(cluster: Cluster) -> None:
             assert call.complete and call.text == "ab", call.story()
             spans = await until(lambda: receiver.of(parent[3:35]), "the trace comes")
             assert await ledger.metric("headrace_ledger_spans_total") >= len(spans)
+            await until(lambda: measured(receiver), "both requests are in the metrics")
         finally:
-            del ledger.settings["HEADRACE_OTLP_ENDPOINT"], ledger.settings["HEADRACE_TRACE_SAMPLE"]
+            for name in collected:
+                del ledger.settings[name]
             ledger.kill()
     names = {span.span_id: span.name for span in spans}
     root, *others = spans
