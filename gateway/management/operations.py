@@ -10,10 +10,10 @@ from pydantic import BaseModel, Field
 
 from contracts import operations
 from contracts.errors import HeadraceError
+from contracts.live import LiveView
 from contracts.messages.queues import REQUESTS_MAX, OpenRequest
 from gateway.http.exchange import Exchange
 from gateway.http.typed import CallerDep, Listed, Name, Services, ServicesDep, TypedRoute, refusals
-from gateway.live import LiveView
 from gateway.management.admin import MODELS
 from gateway.management.usage import Whole
 

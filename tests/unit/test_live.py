@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from contracts.live import Rates
 from contracts.messages.base import Epoch
 from contracts.messages.control import WorkerHeartbeat
 from contracts.messages.queues import QueueAnswer, TenantQueue
 from contracts.messages.records import ModelRecord
-from gateway.live import Live, Rates
+from gateway.live import Live
 
 
 def beat(name: str, *, version: str = "v1", state: str = "ready", prompt: int = 0, output: int = 0) -> WorkerHeartbeat:
