@@ -34,7 +34,15 @@ from contracts.messages.control import (
     WorkerPulse,
 )
 from contracts.messages.deliveries import Deliveries
-from contracts.messages.frames import EndData, ErrorData, FramesAnswer, FramesRequest, LostData, ReplyMessage
+from contracts.messages.frames import (
+    AcceptedData,
+    EndData,
+    ErrorData,
+    FramesAnswer,
+    FramesRequest,
+    LostData,
+    ReplyMessage,
+)
 from contracts.messages.queues import QueueAnswer, QueueQuery
 from contracts.messages.records import (
     Alias,
@@ -223,7 +231,7 @@ CHANNELS = (
     ),
 )
 
-_FRAME_DATA = (EndData, ErrorData, LostData)
+_FRAME_DATA = (AcceptedData, EndData, ErrorData, LostData)
 """What ``Frame.data`` may be; no message of their own."""
 
 

@@ -47,6 +47,8 @@ class Scheduler:
         """By model, then tenant."""
         self._terms: dict[str, Term] = {}
         self._campaigns: dict[str, asyncio.Task[None]] = {}
+        self._forgetting: dict[str, asyncio.Task[None]] = {}
+        """By model, until the next time."""
         self._vitals = Vitals(bus, late_s=LATE_S)
         self._admin = AdminService(bus, Peppers.parse(config.pepper))
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -87,7 +89,7 @@ class Scheduler:
                 tasks = [stopping, *self._campaigns.values()]
                 for task in tasks:
                     task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await asyncio.gather(*tasks, *self._forgetting.values(), return_exceptions=True)
 
     async def _campaign(self, model: str) -> None:
         """Be a candidate for ``model``'s lease, and serve each term that is won, until cancelled."""
@@ -103,7 +105,9 @@ class Scheduler:
                 await lease.acquire()
                 try:
                     if await self._serve_term(model, lease):
-                        await registry.forget_removed(self._bus, model)
+                        # The campaign is cancelled as soon as the model is gone, and its other records are not yet.
+                        forgetting = self._forgetting[model] = asyncio.create_task(self._forget(model))
+                        await asyncio.shield(forgetting)
                 except (BusError, TimeoutError) as error:
                     log.warning("term_failed", model=model, reason=str(error))
                 finally:
@@ -113,6 +117,10 @@ class Scheduler:
             if not self._broken.done():
                 self._broken.set_exception(error)
             raise
+
+    async def _forget(self, model: str) -> None:
+        if await registry.forget_removed(self._bus, model):
+            await registry.forget_rollout(self._bus, model)
 
     async def _serve_term(self, model: str, lease: Lease) -> bool:
         """Whether the model was removed and nothing of it is left to do."""

@@ -14,6 +14,8 @@ import structlog
 
 from contracts import subjects, topology
 from contracts.bus import Bus, BusError
+from contracts.messages.base import Codec
+from contracts.messages.frames import AcceptedData
 from contracts.messages.request import RequestEnvelope
 from worker.core.events import AttemptEnded, Event, Key, StartAttempt
 from worker.engines.base import EngineFailure, Job, PromptMiscounted
@@ -28,6 +30,7 @@ BODY_S = 10.0
 BODY_RETRY_S = 0.1
 
 _log = structlog.get_logger()
+_accepted: Codec[AcceptedData] = Codec(AcceptedData)
 
 
 class _Generation(msgspec.Struct, kw_only=True):
@@ -110,7 +113,7 @@ class Generations:
             prompt_tokens=request.prompt_tokens,
         )
         latency = TokenLatency(request, effect.item.version, time.monotonic())
-        buffer.send(frames, "accepted")
+        buffer.send(frames, "accepted", _accepted.encode(AcceptedData(version=effect.item.version)))
         try:
             async with aclosing(engine.generate(job, effect.counts)) as chunks:
                 async for chunk in chunks:

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from compose.stack import models
 from compose.stack.data_dir import ComposeError, Engine
 from compose.stack.manifest import SIMULATED_OUTPUT_TOKENS
+from compose.stack.processes import die_with
 from contracts import registry, topology
 from contracts.administration import Administration
 from contracts.artifacts import publish as artifacts
@@ -137,10 +138,16 @@ def _manifest(wanted: Publication, directory: Path, described: dict[str, Any]) -
 
 
 async def _golden(manifest: Manifest, directory: Path) -> Golden:
-    """From a process of its own: the engine is large, and may die."""
+    """From a process of its own: the engine is large, and may die. It does not outlive this one."""
+    parent = os.getpid()
     here = msgspec.structs.replace(manifest, path=str(directory) if manifest.artifacts else "")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "worker.golden", stdin=-1, stdout=-1, stderr=-1, env=os.environ | {"TQDM_DISABLE": "1"}
+        *(sys.executable, "-m", "worker.golden"),
+        stdin=-1,
+        stdout=-1,
+        stderr=-1,
+        env=os.environ | {"TQDM_DISABLE": "1"},
+        preexec_fn=lambda: die_with(parent),
     )
     try:
         async with asyncio.timeout(GOLDEN_TIMEOUT_S):

@@ -28,7 +28,7 @@ class Frame(Message, frozen=True, kw_only=True):
     ``chunk``: data is one OpenAI chunk (an object), or the whole answer when the request does not stream. A chunk
     too big for one bus message comes as ``part`` frames (data: a JSON string, a slice of the chunk's text) closed
     by a ``chunk`` frame whose data is the last slice, again a string. ``end``: EndData. ``error``: ErrorData.
-    ``lost``: LostData. ``accepted``: no data.
+    ``lost``: LostData. ``accepted``, the first of a generation: AcceptedData.
     """
 
     stream: Name
@@ -44,6 +44,12 @@ class ReplyMessage(Message, frozen=True, kw_only=True):
     worker: Name = ""
     epoch: Epoch = Epoch()
     frames: Annotated[list[Frame], MANY] = []
+
+
+class AcceptedData(Message, frozen=True, kw_only=True):
+    """Data of an ``accepted`` frame: the version that answers."""
+
+    version: Name
 
 
 class EndData(TokenCounts, frozen=True, kw_only=True):

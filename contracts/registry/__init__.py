@@ -44,6 +44,7 @@ from contracts.registry.model_records import (
 from contracts.registry.rollout_records import (
     ShownRollout,
     find_rollout,
+    forget_rollout,
     is_progress,
     keep_progress,
     read_plan,
@@ -95,6 +96,7 @@ __all__ = [
     "find_model",
     "find_version",
     "forget_removed",
+    "forget_rollout",
     "identity",
     "is_known",
     "keep_key",

@@ -217,17 +217,18 @@ async def is_known(bus: Bus, name: str) -> bool:
     return await bus.kv.get(topology.MODELS, subjects.encode(name)) is not None
 
 
-async def forget_removed(bus: Bus, name: str) -> None:
-    """Delete a removed model and its versions, unless it was added again meanwhile."""
+async def forget_removed(bus: Bus, name: str) -> bool:
+    """Delete a removed model and its versions; False when it was added again meanwhile."""
     entry = await bus.kv.get(topology.MODELS, subjects.encode(name))
     if entry is None or not read_model(entry).removed:
-        return
+        return False
     try:
         await bus.kv.delete(topology.MODELS, entry.key, revision=entry.revision)
     except WrongSequence:
-        return
+        return False
     for manifest in await versions(bus, name):
         await bus.kv.delete(topology.VERSIONS, _key(name, manifest.version))
+    return True
 
 
 async def change_model(

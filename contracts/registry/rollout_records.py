@@ -15,6 +15,7 @@ from contracts.bus import Bus, KvEntry, WrongSequence
 from contracts.clock import now_ms
 from contracts.errors import HeadraceError
 from contracts.messages.base import FEW, Codec
+from contracts.messages.records import PRICE_TIERS, Manifest
 from contracts.messages.rollouts import OVER, RolloutPlan, RolloutProgress, Wanted
 from contracts.registry.base import CHANGES_TRIED_MAX, Changed, at_home, check_name, encoded, readable
 from contracts.registry.model_records import model as model_record
@@ -96,13 +97,8 @@ async def start_rollout(bus: Bus, plan: RolloutPlan) -> Changed[RolloutPlan]:
     if plan.to == record.stable:
         raise HeadraceError("conflict", f"{plan.model} serves {plan.to} already", param="to")
     old = await version_record(bus, plan.model, record.stable)
-    if new.tokenizer_fingerprint != old.tokenizer_fingerprint:
-        raise HeadraceError(
-            "invalid_request",
-            f"{plan.to} counts tokens otherwise than {old.version}: its tokenizer or its chat template is another one, "
-            "so a request cannot be given to either of them. Publish it as another model",
-            param="to",
-        )
+    if why := _cannot_share(old, new):
+        raise HeadraceError("invalid_request", f"{plan.to} {why}. Publish it as another model", param="to")
     for name in plan.tenants:
         if await tenant_record(bus, name) is None:
             raise HeadraceError("not_found", f"there is no tenant {name}", param="tenants")
@@ -121,6 +117,24 @@ async def start_rollout(bus: Bus, plan: RolloutPlan) -> Changed[RolloutPlan]:
     except WrongSequence as error:
         raise HeadraceError("conflict", f"somebody else starts a roll-out of {plan.model}") from error
     return Changed(None if shown is None else shown.plan, plan)
+
+
+def _cannot_share(old: Manifest, new: Manifest) -> str:
+    """Why a request cannot be given to either version; empty when it can.
+
+    A request is checked and counted once, as the stable version wants it, before it is given its version.
+    """
+    if new.base is not None:
+        return "is an adapter, and workers of its base serve its model's stable version alone: there are no shares"
+    if new.tokenizer_fingerprint != old.tokenizer_fingerprint:
+        return f"counts tokens otherwise than {old.version}: its tokenizer or its chat template is another one"
+    if new.context < old.context:
+        return f"takes {new.context} tokens, and requests are checked against the {old.context} of {old.version}"
+    if missing := sorted({*old.endpoints, *old.capabilities} - {*new.endpoints, *new.capabilities}):
+        return f"has no {', no '.join(missing)}, which {old.version} has"
+    if PRICE_TIERS.index(new.price_tier) > PRICE_TIERS.index(old.price_tier):
+        return f"is of the price tier {new.price_tier}, above the {old.price_tier} of {old.version}"
+    return ""
 
 
 async def want(bus: Bus, model: str, wanted: Wanted) -> Changed[RolloutPlan]:
@@ -153,6 +167,13 @@ async def keep_progress(bus: Bus, progress: RolloutProgress) -> None:
     """Write how far it is; only the model's owner does."""
     key = subjects.encode(progress.model) + _PROGRESS_OF
     await bus.kv.put(topology.ROLLOUTS, key, encoded(_PROGRESS, progress))
+
+
+async def forget_rollout(bus: Bus, model: str) -> None:
+    """Delete what is kept of a removed model's roll-outs."""
+    key = subjects.encode(model)
+    for each in (key, key + _PROGRESS_OF):
+        await bus.kv.delete(topology.ROLLOUTS, each)
 
 
 def _check(plan: RolloutPlan) -> None:

@@ -42,12 +42,15 @@ class Generation:
         "next_seq",
         "parts",
         "seen_seq",
+        "version",
         "worker",
     )
 
     def __init__(self, attempt: int, worker: str, bounds: Bounds) -> None:
         self.attempt = attempt
         self.worker = worker
+        self.version = ""
+        """As its first frame says."""
         self.next_seq = 0
         self.seen_seq = -1
         """Highest number known to exist."""

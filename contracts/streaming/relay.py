@@ -24,7 +24,7 @@ import msgspec
 from contracts.errors import TABLE
 from contracts.messages.base import Epoch, Outcome
 from contracts.messages.control import StatusAnswer
-from contracts.messages.frames import EndData, ErrorData, Frame, FrameKind, FramesAnswer, LostData
+from contracts.messages.frames import AcceptedData, EndData, ErrorData, Frame, FrameKind, FramesAnswer, LostData
 from contracts.streaming.generation import Bounds, Generation, TooLarge
 
 
@@ -90,6 +90,7 @@ NOTHING: tuple[Effect, ...] = ()
 DEFAULT = RelaySettings()
 NO_EPOCH = Epoch()
 
+_accepted_of = msgspec.json.Decoder(AcceptedData).decode
 _end_of = msgspec.json.Decoder(EndData).decode
 _error_of = msgspec.json.Decoder(ErrorData).decode
 _lost_of = msgspec.json.Decoder(LostData).decode
@@ -121,6 +122,8 @@ class Relay:
         """A ``Finish`` or ``Fail`` has been returned."""
         self.started = False
         """A ``Forward`` has been returned."""
+        self.version = ""
+        """That of the generation whose content was first; empty before, and where its worker did not say."""
         self.joined = joined
         self._stream = stream
         self._settings = settings
@@ -295,6 +298,8 @@ class Relay:
         try:
             if kind in ("chunk", "part"):
                 self._on_content(generation, kind, data, effects)
+            elif kind == "accepted":
+                generation.version = _accepted_of(data).version if data else ""
             elif kind == "end":
                 self._on_end(generation, _end_of(data), effects)
             elif kind == "error":
@@ -320,6 +325,7 @@ class Relay:
     def _lock(self, generation: Generation) -> None:
         if self._locked is None:
             self._locked = generation
+            self.version = generation.version
             self._generations = {generation.worker: generation}
 
     def _on_end(self, generation: Generation, end: EndData, effects: list[Effect]) -> None:

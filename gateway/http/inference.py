@@ -170,7 +170,7 @@ async def _write_events(exchange: Exchange, stream: GatewayStream, caller: Calle
     await stream.ready()
     if stream.ended and not stream.first_chunk_at:
         log.raise_for(stream)
-    headers = [*_STREAM_HEADERS, *_answer_headers(log)]
+    headers = [*_STREAM_HEADERS, *_answer_headers(log, stream)]
     await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
     if not stream.ended:
         stream.write_to(exchange.writer)
@@ -191,7 +191,7 @@ async def _write_answer(exchange: Exchange, stream: GatewayStream, caller: Calle
     await stream.over()
     log.raise_for(stream)
     caller.let_go()
-    await exchange.respond(200, stream.take(), b"application/json", _answer_headers(log))
+    await exchange.respond(200, stream.take(), b"application/json", _answer_headers(log, stream))
 
 
 def _deadline_ms(headers: Headers) -> int | None:
@@ -225,13 +225,19 @@ def _idempotency_key(headers: Headers) -> str:
     return idempotency_key(given[0].decode("latin-1") if len(given) == 1 else "", "Idempotency-Key")
 
 
-def _answer_headers(log: RequestLog) -> Headers:
-    """Which version of which model answers, and why where that had to be chosen."""
+def _answer_headers(log: RequestLog, stream: GatewayStream) -> Headers:
+    """Which version of which model answers, where that is known, and why the model does where it had to be chosen.
+
+    The version is the worker's own word: what waits may be given another one than at its admission.
+    """
     headers: Headers = []
-    if log.envelope is not None and log.version:
-        headers.append((b"x-headrace-model", _header_text(f"{log.envelope.model}@{log.version}")))
-        if log.envelope.choice_reason:
-            headers.append((b"x-headrace-choice", _header_text(log.envelope.choice_reason)))
+    if log.envelope is None:
+        return headers
+    if version := stream.relay.version:
+        log.version = version
+        headers.append((b"x-headrace-model", _header_text(f"{log.envelope.model}@{version}")))
+    if log.envelope.choice_reason and not stream.relay.joined:
+        headers.append((b"x-headrace-choice", _header_text(log.envelope.choice_reason)))
     return headers
 
 

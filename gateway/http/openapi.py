@@ -72,7 +72,11 @@ _HEADERS: Schema = {
         "schema": {"const": "true"},
         "description": "The answer is that of an earlier request with the same `Idempotency-Key`, whose id this is.",
     },
-    "x-headrace-model": {"schema": _TEXT, "description": "The model that answers and its version: `name@version`."},
+    "x-headrace-model": {
+        "schema": _TEXT,
+        "description": "The model that answers and its version, `name@version`; not there where an answer began before "
+        "that was known.",
+    },
     "x-headrace-choice": {
         "schema": _TEXT,
         "description": "Why that one answers, where an alias was named or a fallback answers.",

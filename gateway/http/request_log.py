@@ -30,7 +30,7 @@ class RequestLog:
         self.model = ""
         """Empty until the body is parsed; in the end the model that answered."""
         self.version = ""
-        """Of the model that answers, once it is admitted."""
+        """Of the model: the one that it was admitted to, then the one that answers."""
         self.envelope: RequestEnvelope | None = None
         self.limits: RateLimits | None = None
         """The tenant's token buckets after the scheduler's decision."""
@@ -118,7 +118,7 @@ class RequestLog:
             tenant=self.tenant,
             key_id=self.key_id,
             model=self.model,
-            version=envelope.version if envelope is not None else "",
+            version=self.version,
             endpoint=self._api.endpoint,
             outcome=self.outcome,
             code=self.code,

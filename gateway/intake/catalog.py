@@ -2,13 +2,15 @@
 with its token counter.
 """
 
+from collections.abc import Hashable
 from functools import partial
+from weakref import WeakValueDictionary
 
 import msgspec
 import structlog
 
 from contracts import registry, subjects, topology
-from contracts.artifacts.fetch import Cache, cache_dir, tokenizer_files
+from contracts.artifacts.fetch import TOKENIZER_FILES, Cache, cache_dir, tokenizer_files
 from contracts.bus import Bus, KvEntry, Watch
 from contracts.errors import HeadraceError
 from contracts.messages.records import PRICE_TIERS, Alias, Base, Manifest, ModelRecord, TenantRecord
@@ -41,7 +43,9 @@ class Catalog:
         self._versions: dict[str, Manifest] = {}
         """Both by their keys."""
         self._pins: dict[str, Model] = {}
-        """Versions that callers have named, by ``model@version``, with token counters of their own."""
+        """Versions that callers have named, by ``model@version``."""
+        self._counters: WeakValueDictionary[Hashable, TokenCounter] = WeakValueDictionary()
+        """Of what is served, by what they count with: versions and adapters that have one tokenizer share one."""
         self._aliases: dict[str, Alias] = {}
         self._loads: dict[str, float | None] = {}
         self._watches: list[Watch] = []
@@ -55,7 +59,10 @@ class Catalog:
         self._watches.append(await bus.kv.watch(topology.MODELS, self._on_model))
 
     def _counter(self, manifest: Manifest) -> TokenCounter:
-        return TokenCounter(manifest, partial(tokenizer_files, self._cache, self._bus))
+        key = _counted_with(manifest)
+        if (counter := self._counters.get(key)) is None:
+            counter = self._counters[key] = TokenCounter(manifest, partial(tokenizer_files, self._cache, self._bus))
+        return counter
 
     async def close(self) -> None:
         """Stop watching."""
@@ -130,10 +137,7 @@ class Catalog:
         counted = manifest.base and self._versions.get(_place(manifest.base.model, manifest.base.version))
         if manifest.base and not counted:
             return None
-        before = self._pins.get(name)
-        same = before is not None and before.manifest == manifest
-        tokens = before.tokens if before is not None and same else self._counter(counted or manifest)
-        self._pins[name] = Model(served.record, manifest, tokens)
+        self._pins[name] = Model(served.record, manifest, self._counter(counted or manifest))
         return self._pins[name]
 
     def _alias(self, name: str) -> Alias | None:
@@ -199,9 +203,14 @@ class Catalog:
                 return
             manifest = before.manifest
         # An adapter's prompts are counted with its base's tokenizer.
-        same = before is not None and before.manifest == manifest
-        tokens = before.tokens if before is not None and same else self._counter(counted or manifest)
-        self._models[record.name] = Model(record, manifest, tokens)
+        self._models[record.name] = Model(record, manifest, self._counter(counted or manifest))
+
+
+def _counted_with(manifest: Manifest) -> Hashable:
+    """Equal for versions whose prompts one counter counts: what it reads, from where, and the context."""
+    files = tuple(sorted((name, manifest.artifacts[name].sha256) for name in TOKENIZER_FILES & set(manifest.artifacts)))
+    place = "" if files else manifest.path
+    return manifest.engine, manifest.context, manifest.tokenizer_fingerprint, files, place
 
 
 def _place(model: str, version: str) -> str:

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from contracts.messages.control import StatusAnswer
-from contracts.messages.frames import EndData, ErrorData, LostData
+from contracts.messages.frames import AcceptedData, EndData, ErrorData, LostData
 from contracts.messages.request import RequestEnvelope
 from gateway.streams import stream as gateway_stream
 from tests.support.gateway_world import (
@@ -80,6 +80,17 @@ async def test_streams_and_failures_are_counted_and_timed(world: World) -> None:
     assert under_way == [1]
     assert (served, failed, counted, ended_, completed, first, gaps, asked) == (1, 1, 2, 2, 1, 1, 2, 2)
     assert 0.2 < first_s < 2 and first_s < took_s < 4
+
+
+async def test_the_version_is_told_by_who_answers_and_not_told_where_nobody_has_said_it(world: World) -> None:
+    """What waits may be given another version than at its admission, as when that one is stopped."""
+    contents: list[Content] = [("accepted", AcceptedData(version="v9")), ("chunk", chunk("a")), ("end", ended(1))]
+    world.play = lambda envelope: world.send(envelope, contents)
+    assert (await world.post(STREAM)).headers["x-headrace-model"] == "m@v9"
+    world.play = lambda envelope: world.send(envelope, [("accepted", None), *contents[1:]])
+    assert "x-headrace-model" not in (await world.post(STREAM)).headers
+    world.play = lambda envelope: world.send(envelope, [contents[0], ("chunk", {"id": "chatcmpl-1"}), contents[2]])
+    assert (await world.post(BASE)).headers["x-headrace-model"] == "m@v9"
 
 
 # Order and repair ------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from contracts.audit import Actor
 from contracts.bus import Bus
 from contracts.errors import HeadraceError
 from contracts.forms import NewRollout, NewTenant, RolloutChange
+from contracts.messages.records import Base
 from contracts.messages.rollouts import SHADOW_TENANT, RolloutEvent
 from contracts.registry import ShownRollout
 from scheduler import recovery
@@ -173,12 +174,43 @@ async def test_a_plan_that_makes_no_sense_is_refused_and_nothing_is_kept(
     assert await registry.rollouts(shell.bus) == []
 
 
-async def test_versions_that_count_otherwise_cannot_share_requests(shell: Shell, do: Administration) -> None:
-    await registry.put_version(
-        shell.bus, msgspec.structs.replace(MANIFEST, version="v3", tokenizer_fingerprint="another")
-    )
-    with pytest.raises(HeadraceError, match="counts tokens otherwise"):
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"tokenizer_fingerprint": "another"}, "counts tokens otherwise than v0"),
+        ({"context": 999}, "takes 999 tokens, and requests are checked against the 1000 of v0"),
+        ({"endpoints": ("completions",)}, "has no chat/completions"),
+        ({"capabilities": ("json",)}, "has no tools, which v0 has"),
+        ({"price_tier": "premium"}, "is of the price tier premium, above the standard of v0"),
+        ({"base": Base(model=MODEL, version="v1")}, "is an adapter"),
+    ],
+)
+async def test_versions_of_which_one_cannot_do_what_the_other_can_share_no_requests(
+    shell: Shell, do: Administration, fields: dict[str, Any], why: str
+) -> None:
+    """For a request is checked and counted once, before it is given its version."""
+    stable = msgspec.structs.replace(MANIFEST, version="v0", capabilities=("json", "tools"))
+    await registry.put_version(shell.bus, stable)
+    await registry.set_stable(shell.bus, MODEL, "v0")
+    await registry.put_version(shell.bus, msgspec.structs.replace(stable, **{"version": "v3"} | fields))
+    with pytest.raises(HeadraceError, match=f"v3 {why}.*Publish it as another model"):
         await do.start_rollout(MODEL, NewRollout(to="v3"))
+    assert await registry.rollouts(shell.bus) == []
+
+
+async def test_what_is_kept_of_a_roll_out_goes_with_its_model(shell: Shell, do: Administration) -> None:
+    await serving(shell)
+    await do.start_rollout(MODEL, HALF)
+    await shown(shell.bus, "live")
+    await registry.remove_model(shell.bus, MODEL)
+
+    async def forgotten() -> bool:
+        return not await shell.bus.kv.all(topology.ROLLOUTS)
+
+    await until(forgotten, "nothing is kept")
+    await registry.put_version(shell.bus, MANIFEST)
+    with pytest.raises(HeadraceError, match="no roll-out of"):
+        await registry.rollout(shell.bus, MODEL)
 
 
 async def test_one_roll_out_at_a_time_and_none_to_change_afterwards(shell: Shell, do: Administration) -> None:

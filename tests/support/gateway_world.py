@@ -17,7 +17,16 @@ from contracts.keys import Peppers
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.base import Epoch
 from contracts.messages.control import CancelAnswer, CancelRequest, StatusAnswer, StreamOwnerHeartbeat, WorkerHeartbeat
-from contracts.messages.frames import EndData, ErrorData, Frame, FrameKind, FramesAnswer, FramesRequest, ReplyMessage
+from contracts.messages.frames import (
+    AcceptedData,
+    EndData,
+    ErrorData,
+    Frame,
+    FrameKind,
+    FramesAnswer,
+    FramesRequest,
+    ReplyMessage,
+)
 from contracts.messages.queues import QueueAnswer
 from contracts.messages.records import KeyRecord, Manifest, ModelRecord, TenantRecord
 from contracts.messages.request import RequestEnvelope
@@ -41,6 +50,7 @@ encode = msgspec.json.encode
 decode = msgspec.json.decode
 
 Content = tuple[FrameKind, object]
+ACCEPTED: Content = ("accepted", AcceptedData(version="1"))
 
 
 def chunk(text: str, **fields: object) -> dict[str, object]:
@@ -58,7 +68,7 @@ def ended(tokens: int = 3) -> EndData:
 
 def answer(*texts: str) -> list[Content]:
     """The frames of a whole streamed answer."""
-    return [("accepted", None), *(("chunk", chunk(text)) for text in texts), ("end", ended(len(texts)))]
+    return [ACCEPTED, *(("chunk", chunk(text)) for text in texts), ("end", ended(len(texts)))]
 
 
 def digest(secret: str) -> str:
@@ -172,7 +182,7 @@ class World:
         if envelope.stream:
             await self.send(envelope, answer("Hel", "lo"))
         else:
-            await self.send(envelope, [("accepted", None), ("chunk", {"id": "chatcmpl-1"}), ("end", ended())])
+            await self.send(envelope, [ACCEPTED, ("chunk", {"id": "chatcmpl-1"}), ("end", ended())])
 
     async def send(
         self,
