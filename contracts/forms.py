@@ -136,4 +136,8 @@ class ModelChange(Form, frozen=True, kw_only=True):
     body_bytes: int | msgspec.UnsetType = msgspec.UNSET
     tenant_body_bytes: int | msgspec.UnsetType = msgspec.UNSET
     kv_overbooking: float | msgspec.UnsetType = msgspec.UNSET
+    replicas_min: int | msgspec.UnsetType = msgspec.UNSET
+    replicas_max: int | msgspec.UnsetType | None = msgspec.UNSET
+    replicas_spare: int | msgspec.UnsetType = msgspec.UNSET
+    replicas_hold_s: int | msgspec.UnsetType = msgspec.UNSET
     fallbacks: list[str] | msgspec.UnsetType = msgspec.UNSET

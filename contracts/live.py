@@ -42,7 +42,7 @@ class LivePool(msgspec.Struct, kw_only=True):
     version: str
     ready: int
     desired: int | None
-    """Workers that there should be; null where nobody decides that."""
+    """Workers that there should be; null where nobody knows, and while several versions share the requests."""
     slots: int
     running: int
     waiting: int
@@ -127,6 +127,7 @@ def live_model(name: str, stable: str, told: QueueAnswer | str | None, rates: Ra
             tenants=[],
             clocks=[],
         )
+    desired = told.replicas.desired if told.replicas.known else None
     by_version: dict[str, list[LiveWorker]] = {stable: []}
     for beat in sorted(told.workers, key=lambda beat: beat.worker):
         by_version.setdefault(beat.version, []).append(_worker(beat, rates))
@@ -139,7 +140,10 @@ def live_model(name: str, stable: str, told: QueueAnswer | str | None, rates: Ra
         running=told.running,
         reserved_tokens=told.reserved_tokens,
         oldest_wait_ms=max((each.oldest_wait_ms for each in told.tenants), default=0),
-        pools=[_pool(version, workers) for version, workers in by_version.items()],
+        pools=[
+            _pool(version, workers, desired if len(by_version) == 1 else None)
+            for version, workers in by_version.items()
+        ],
         tenants=told.tenants,
         clocks=told.clocks,
     )
@@ -161,12 +165,12 @@ def _worker(beat: WorkerHeartbeat, rates: Rates | None) -> LiveWorker:
     )
 
 
-def _pool(version: str, workers: list[LiveWorker]) -> LivePool:
+def _pool(version: str, workers: list[LiveWorker], desired: int | None) -> LivePool:
     ready = [worker for worker in workers if worker.state == "ready"]
     return LivePool(
         version=version,
         ready=len(ready),
-        desired=None,
+        desired=desired,
         slots=sum(worker.slots for worker in ready),
         running=sum(worker.running for worker in workers),
         waiting=sum(worker.waiting for worker in workers),

@@ -100,7 +100,17 @@ class Collector:
             "How far a process's wall clock is ahead of the bus's, as its model's owner counts it.",
             labels=["model", "process"],
         )
+        desired = GaugeMetricFamily(
+            "headrace_desired_replicas", "Workers that the model should have; absent while unknown.", labels=["model"]
+        )
+        needed = GaugeMetricFamily(
+            "headrace_needed_replicas", "Workers that it needs by each bound.", labels=["model", "bound"]
+        )
         for core in cores:
+            if (plan := core.replicas.plan).known:
+                desired.add_metric([core.model], plan.desired)
+            for bound, count in plan.needed.items():
+                needed.add_metric([core.model, bound], count)
             missed = (core.pool.beats - worker.heard_at_beat for worker in list(core.pool.workers.values()))
             silence.add_metric([core.model], max(missed, default=0) * self._heartbeat_s)
             lost.add_metric([core.model], core.lost_workers)
@@ -114,7 +124,7 @@ class Collector:
             for process, ahead_ms in core.clocks.ahead_ms().items():
                 skew.add_metric([core.model, process], ahead_ms / 1000)
         yield from _rollouts(cores)
-        yield from (silence, lost, refusals, mended, ended, skew)
+        yield from (desired, needed, silence, lost, refusals, mended, ended, skew)
 
 
 def _rollouts(cores: list[Core]) -> Iterator[Metric]:

@@ -125,3 +125,15 @@ def names(text: str) -> list[str]:
 
 def instant(at_ms: int) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(at_ms / 1000)) if at_ms else "-"
+
+
+def numbers_or_none(**given: str | None) -> dict[str, int | None]:
+    """Numbers, or None for 'none', of the options that were given."""
+    changes: dict[str, int | None] = {}
+    for field, text in given.items():
+        if text is None:
+            continue
+        if text != "none" and not (text.isascii() and text.isdigit()):
+            raise typer.BadParameter("a whole number from 0 up, or 'none'", param_hint=f"--{field.replace('_', '-')}")
+        changes[field] = None if text == "none" else int(text)
+    return changes

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from compose.cli.common import DataDirOption, JsonOption, administer, names, on_bus, show, table
+from compose.cli.common import DataDirOption, JsonOption, administer, names, numbers_or_none, on_bus, show, table
 from compose.cli.publish import publish, unpublish
 from compose.cli.worker import WithinOption, ask, is_local
 from compose.stack.control import WITHIN_S
@@ -141,6 +141,10 @@ def model_limits(
     body_bytes: Annotated[int | None, typer.Option(min=0, help="Of open requests' large bodies.")] = None,
     tenant_body_bytes: Annotated[int | None, typer.Option(min=0, help="One tenant's share.")] = None,
     kv_overbooking: Annotated[float | None, typer.Option(help="Reserved KV tokens over real ones.")] = None,
+    replicas_min: Annotated[int | None, typer.Option(min=0, help="Workers at least; 0: none while idle.")] = None,
+    replicas_max: Annotated[str | None, typer.Option(help="Workers at most; 'none' for no bound.")] = None,
+    replicas_spare: Annotated[int | None, typer.Option(min=0, help="Workers beyond those that are needed.")] = None,
+    replicas_hold_s: Annotated[int | None, typer.Option(min=0, help="Seconds before one is taken away.")] = None,
     fallbacks: Annotated[str | None, typer.Option(help="Models to go to when overloaded; 'none' for none.")] = None,
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
@@ -158,8 +162,12 @@ def model_limits(
         "body_bytes": body_bytes,
         "tenant_body_bytes": tenant_body_bytes,
         "kv_overbooking": kv_overbooking,
+        "replicas_min": replicas_min,
+        "replicas_spare": replicas_spare,
+        "replicas_hold_s": replicas_hold_s,
     }
     changes: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
+    changes |= numbers_or_none(replicas_max=replicas_max)
     if fallbacks is not None:
         changes["fallbacks"] = [] if fallbacks == "none" else names(fallbacks)
 
@@ -171,5 +179,7 @@ def model_limits(
     else:
         record = on_bus(data_dir, look)
     lines = [f"{field:24}{getattr(record.limits, field):g}" for field in given]
+    most = record.limits.replicas_max
+    lines.append(f"{'replicas_max':24}{'none' if most is None else most}")
     lines.append(f"{'fallbacks':24}{', '.join(record.fallbacks) or '-'}")
     show(record, "\n".join(lines), as_json=as_json)

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from compose.cli.common import DataDirOption, JsonOption, administer, names, on_bus, show, table
+from compose.cli.common import DataDirOption, JsonOption, administer, names, numbers_or_none, on_bus, show, table
 from contracts.messages.records import PriceTier
 
 app = typer.Typer(no_args_is_help=True, help="Tenants and their limits.")
@@ -66,7 +66,7 @@ def tenant_set(
     """Change a tenant; what is not given stays. Every service follows within a second."""
     from contracts.forms import LimitsChange, TenantChange
 
-    limits = _changes(
+    limits = numbers_or_none(
         rpm=rpm,
         input_tpm=input_tpm,
         output_tpm=output_tpm,
@@ -74,7 +74,7 @@ def tenant_set(
         queued_requests=queued_requests,
         queued_tokens=queued_tokens,
     )
-    fields: dict[str, Any] = _changes(monthly_budget_tokens=monthly_budget)
+    fields: dict[str, Any] = numbers_or_none(monthly_budget_tokens=monthly_budget)
     if models is not None:
         fields["models"] = None if models == "all" else names(models)
     if priorities is not None:
@@ -101,18 +101,6 @@ def tenant_set(
         change = TenantChange(model_limits={model: of_limits} if limits else {}, **fields)
     record = administer(data_dir, lambda do: do.change_tenant(name, change))
     show(record, f"tenant {record.name} changed", as_json=as_json)
-
-
-def _changes(**given: str | None) -> dict[str, int | None]:
-    """Numbers, or None for 'none', of the options that were given."""
-    changes: dict[str, int | None] = {}
-    for field, text in given.items():
-        if text is None:
-            continue
-        if text != "none" and not (text.isascii() and text.isdigit()):
-            raise typer.BadParameter("a whole number from 0 up, or 'none'", param_hint=f"--{field.replace('_', '-')}")
-        changes[field] = None if text == "none" else int(text)
-    return changes
 
 
 @app.command("list")

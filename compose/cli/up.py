@@ -13,6 +13,9 @@ def up(
     engine: Annotated[Engine, typer.Option(help="Engine of the workers.")] = "vllm",
     model: Annotated[list[str] | None, typer.Option(help="Model to serve; may be repeated.")] = None,
     workers: Annotated[str, typer.Option(help="Workers of each model, or such as a=2,b=1.")] = "1",
+    autoscale: Annotated[
+        str, typer.Option(help="MIN..MAX: workers of each model come and go by what its requests need.")
+    ] = "",
     gateways: Annotated[int, typer.Option(min=1, help="Gateways, which share the port.")] = 1,
     schedulers: Annotated[int, typer.Option(min=1, help="Schedulers.")] = 1,
     host: Annotated[str, typer.Option(help="Address that the gateways listen on.")] = "127.0.0.1",
@@ -32,6 +35,7 @@ def up(
     sim_context: Annotated[int, typer.Option(min=1)] = 1_048_576,
 ) -> None:
     """Start everything on this machine and keep it up until Ctrl-C."""
+    from compose.stack.autoscale import parse
     from compose.stack.manifest import default_model
     from compose.stack.up import run
     from compose.stack.workers import counts
@@ -39,12 +43,14 @@ def up(
     models = tuple(dict.fromkeys(model or [default_model(engine)]))
     try:
         of_each = counts(workers, models)
+        bounds = parse(autoscale)
     except ComposeError as error:
         raise typer.BadParameter(str(error)) from error
     options = Options(
         engine=engine,
         models=models,
         workers=of_each,
+        autoscale=bounds,
         gateways=gateways,
         schedulers=schedulers,
         host=host,

@@ -38,6 +38,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[str, ...]
     workers: tuple[int, ...]
     """Of each model."""
+    autoscale: tuple[int, int] | None
+    """Least and most workers of each model; None: as many as were asked for."""
     gateways: int
     schedulers: int
     host: str

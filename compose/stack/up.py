@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from compose.stack import nats_config, tenant_users
+from compose.stack.autoscale import Autoscaler
 from compose.stack.changes import Changes
 from compose.stack.control import ControlServer
 from compose.stack.data_dir import (
@@ -47,7 +48,7 @@ from contracts import registry, topology
 from contracts.administration import Administration
 from contracts.bus import Bus, BusError, Credentials
 from contracts.errors import HeadraceError
-from contracts.forms import NewKey, NewTenant
+from contracts.forms import ModelChange, NewKey, NewTenant
 from contracts.keys import ADMIN_SCOPES
 from contracts.messages.records import Manifest
 from contracts.permissions import OPERATOR
@@ -159,6 +160,7 @@ class Stack:
             forget=self._forget_model,
         )
         self._control = ControlServer(directory.control, changes.perform)
+        self._changes = changes
         self._options = options
         self._directory = directory
         self._ports = ports
@@ -173,6 +175,7 @@ class Stack:
         self._served = False
         self._restoring: asyncio.Task[None] | None = None
         self._following: asyncio.Task[NoReturn] | None = None
+        self._autoscaling: asyncio.Task[None] | None = None
 
     async def live(self) -> NoReturn:
         """Start everything and stay until something cannot be kept up; raises ComposeError then."""
@@ -184,6 +187,7 @@ class Stack:
             if starting.done():
                 starting.result()
                 self._served = True
+                self._autoscale()
                 await self._control.start()
                 if self._sql:
                     self._directory.write_sql(f"http://{self._sql}", SQL_USER, self._secrets.sql_password)
@@ -200,11 +204,24 @@ class Stack:
         self._served = False
         await self._control.close()
         self._directory.remove_run()
-        for task in (self._restoring, self._following):
+        for task in (self._restoring, self._following, self._autoscaling):
             if task:
                 task.cancel()
         await self.supervisor.stop(tuple(GRACE_S))
         self._ports.close()
+
+    def _autoscale(self) -> None:
+        if self._options.autoscale is None:
+            return
+        scaler = Autoscaler(
+            self._options.autoscale,
+            self._workers,
+            self._changes,
+            bus=self._bus,
+            models=lambda: [manifest.name for manifest in self._manifests],
+            say=self._terminal.say,
+        )
+        self._autoscaling = asyncio.create_task(scaler.run())
 
     async def _start(self) -> None:
         if not self._options.nats_url:
@@ -277,6 +294,9 @@ class Stack:
                 for name, manifest in wanted.items():
                     if not again or name not in present:
                         changed = await do.publish(manifest)
+                        if self._options.autoscale is not None:
+                            low, high = self._options.autoscale
+                            await do.change_model(name, ModelChange(replicas_min=low, replicas_max=high))
                         if changed.before is None:  # What an operator promoted since stays.
                             await do.set_stable(name, manifest.version)
                 await self._keep_first_keys(bus, do)

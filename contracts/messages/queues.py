@@ -1,10 +1,10 @@
 """A model's live queues, as its owner sees them."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
-from contracts.messages.base import MANY, SMALL, Epoch, Line, Message, Name, Priority, RequestId
+from contracts.messages.base import FEW, MANY, SMALL, Epoch, Line, Message, Name, Priority, RequestId
 from contracts.messages.control import RequestState, WorkerHeartbeat
 
 REQUESTS_MAX = 200
@@ -63,6 +63,32 @@ class ClockSkew(Message, frozen=True, kw_only=True, omit_defaults=False):
     ahead_ms: int
 
 
+ReplicaTerm = Literal["throughput", "kv_cache", "slots", "running"]
+
+
+class Replicas(Message, frozen=True, kw_only=True, omit_defaults=False):
+    """How many workers a model should have, and why; the rule is in scheduler/core/replicas.py."""
+
+    model: Name = ""
+    desired: int = 0
+    reason: Name = "unknown"
+    """The bound that decides (a ReplicaTerm), ``replicas_min``, ``replicas_max``, ``activation`` (a first request, and
+    nothing is measured yet), ``idle``, ``stepping_up`` (more are needed than twice as many), ``holding`` (fewer are,
+    but not for long enough), or ``unknown``: the owner has just come.
+    """
+    needed: Annotated[dict[Name, float], FEW] = {}
+    """Workers by each ReplicaTerm, without the spare ones."""
+    ready: int = 0
+    loading: int = 0
+    leaving: int = 0
+    warm_up_ms: int = 0
+    """Until a worker that is started is ready, as last measured; 0: unknown."""
+
+    @property
+    def known(self) -> bool:
+        return self.reason != "unknown"
+
+
 class QueueAnswer(Message, frozen=True, kw_only=True, omit_defaults=False):
     """A model's live queues, as its owner sees them."""
 
@@ -78,3 +104,4 @@ class QueueAnswer(Message, frozen=True, kw_only=True, omit_defaults=False):
     """Processes whose clocks are a second or more apart from the owner's."""
     requests: Annotated[list[OpenRequest], MANY] = []
     """Of open ones, as many as were asked for."""
+    replicas: Replicas = Replicas()

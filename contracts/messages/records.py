@@ -6,7 +6,7 @@ from contracts.messages.base import FEW, MANY, Endpoint, Line, Message, Name, Pr
 
 
 class PoolLimits(Message, frozen=True, kw_only=True):
-    """Bounds of one model's queue, and of one tenant's share of it."""
+    """Bounds of one model's queue, of one tenant's share of it, and of how many workers it should have."""
 
     queued_requests: int = 2000
     queued_tokens: int = 50_000_000
@@ -18,6 +18,13 @@ class PoolLimits(Message, frozen=True, kw_only=True):
     """A tenant's share of it: eight of the largest bodies, a quarter of a model's."""
     kv_overbooking: float = 1.0
     """Reserved tokens on a worker may reach its KV capacity times this."""
+    replicas_min: int = 1
+    """0: the model may go without a worker while nobody asks for it."""
+    replicas_max: int | None = None
+    replicas_spare: int = 1
+    """More than are needed: so many may be lost and the others carry the load."""
+    replicas_hold_s: int = 600
+    """None is taken away before for so long no more were needed: a worker that left must be loaded again."""
 
 
 class Artifact(Message, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from contracts import operations
 from contracts.errors import HeadraceError
 from contracts.live import LiveView
-from contracts.messages.queues import REQUESTS_MAX, OpenRequest
+from contracts.messages.queues import REQUESTS_MAX, OpenRequest, Replicas
 from gateway.http.exchange import Exchange
 from gateway.http.typed import CallerDep, Listed, Name, Services, ServicesDep, TypedRoute, refusals
 from gateway.management.admin import MODELS
@@ -62,6 +62,29 @@ async def _events(exchange: Exchange, services: Services) -> AsyncIterator[bytes
                 yield b"event: error\ndata: " + msgspec.json.encode({"error": {"code": error.code}}) + b"\n\n"
                 return
             yield b"event: live\ndata: " + data + b"\n\n"
+
+
+@router.get("/pools", dependencies=MODELS)
+async def pools(services: ServicesDep) -> Listed[Replicas]:
+    """How many workers each model should have, and why; a model whose owner does not answer is left out."""
+    data = []
+    for model in services.catalog.names():
+        try:
+            data.append((await operations.queue(services.bus, model)).replicas)
+        except HeadraceError:
+            continue
+    return Listed(data)
+
+
+@router.get("/pools/{model:path}", dependencies=MODELS, responses=refusals(404))
+async def pool(services: ServicesDep, model: Name) -> Replicas:
+    """How many workers a model should have: for an autoscaler, which must hold where the answer is no 200."""
+    if model not in services.catalog.names():
+        raise HeadraceError("not_found", f"There is no model {model!r}.")
+    found = (await operations.queue(services.bus, model)).replicas
+    if not found.known:
+        raise HeadraceError("unavailable", "The model's owner has just come, and knows nothing yet.", retry_after_s=2)
+    return found
 
 
 class OpenRange(BaseModel, extra="forbid"):

@@ -1,6 +1,7 @@
 """Whether requests would be served now: asks every model's scheduler about once a second, also for the live view.
 
-A gateway is ready while one model is: that another one has no worker is no reason to send its callers away.
+A gateway is ready while one model is: that another one has no worker is no reason to send its callers away, nor that
+one has none which may be without while nobody asks.
 A clock that differs is no reason not to serve, for nothing is decided by it; it is logged when it is found.
 """
 
@@ -13,6 +14,7 @@ from contracts import subjects
 from contracts.bus import Bus, Unavailable
 from contracts.messages.base import Codec
 from contracts.messages.queues import QueueAnswer
+from contracts.messages.records import ModelRecord
 from gateway.intake.catalog import Catalog
 from gateway.intake.shedding import Shedding
 from gateway.live import Live
@@ -65,11 +67,11 @@ class Readiness:
 
     async def _run(self) -> None:
         while True:
-            names = self._catalog.names()
-            found = await asyncio.gather(*(self._look_at(name) for name in names))
+            records = self._catalog.records()
+            found = await asyncio.gather(*map(self._look_at, records))
             self._tell_clock()
             self._live.round_ended()
-            self._reasons = (found if all(found) else []) if names else ["there is no model"]
+            self._reasons = (found if all(found) else []) if records else ["there is no model"]
             await asyncio.sleep(ASK_SOON_S if self._reasons else ASK_EVERY_S)
 
     def _tell_clock(self) -> None:
@@ -79,7 +81,8 @@ class Readiness:
             _log.warning("clock_differs", ahead_s=self._ahead_ms / 1000)
         self._ahead_ms = 0
 
-    async def _look_at(self, model: str) -> str:
+    async def _look_at(self, record: ModelRecord) -> str:
+        model = record.name
         try:
             data = await self._bus.request(subjects.queues(model), b"{}", timeout_s=ASK_TIMEOUT_S)
             answer = _queue_codec.decode(data)
@@ -96,6 +99,6 @@ class Readiness:
         self._ahead_ms = next((it.ahead_ms for it in answer.clocks if it.process == self._stream_owner), self._ahead_ms)
         if not answer.owner:
             return f"no scheduler owns {model!r}"
-        if not any(worker.state == "ready" for worker in answer.workers):
+        if record.limits.replicas_min and not any(worker.state == "ready" for worker in answer.workers):
             return f"no worker is ready for {model!r}"
         return ""

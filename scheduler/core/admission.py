@@ -67,10 +67,10 @@ class AdmissionControl:
             quota = self.quotas[tenant] = Quota(self._limits_of(self.tenant(tenant)), now_ms)
         return quota
 
-    def check(self, asked: AdmissionRequest, now_ms: int, *, has_room: bool) -> int:
+    def check(self, asked: AdmissionRequest, now_ms: int, *, has_room: bool, start_ms: int = 0) -> int:
         """Milliseconds to the first token that the request is promised; raises HeadraceError and charges nothing.
 
-        ``has_room``: a worker could start something now.
+        ``has_room``: a worker could start something now. ``start_ms``: until the first worker is there.
         """
         if self.record.removed:
             raise HeadraceError("model_not_found", f"The model {asked.model!r} was removed.", param="model")
@@ -84,9 +84,9 @@ class AdmissionControl:
             )
         self._check_budget(tenant, quota, now_ms)
         quota.check(cost, now_ms, self.throughput.turnover_ms(quota.open))
-        wait_ms = 0
+        wait_ms = start_ms
         if self.waiting or not has_room:
-            wait_ms = self._predicted_wait_ms(asked.tenant, quota, cost, now_ms)
+            wait_ms += self._predicted_wait_ms(asked.tenant, quota, cost, now_ms)
         self._check_queue(quota, cost.total, wait_ms)
         self._check_bodies(quota, asked.body_bytes)
         if wait_ms > deadline_ms:

@@ -16,6 +16,7 @@ from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch
 from contracts.messages.control import WITHDRAWN, Announce, CancelAnswer, CancelAttempt, Evict, Progress
 from contracts.messages.records import ModelRecord
+from contracts.tokens import reserved
 from scheduler.core import events, outcomes, views
 from scheduler.core.accused import body_key
 from scheduler.core.admission import RETRY_AFTER_S_MAX
@@ -31,6 +32,8 @@ READERS_MAX = 16
 """Of one request under an idempotency key."""
 UNSURE_MAX = 1000
 """Askings under unknown idempotency keys that wait for the end of a takeover; who was dropped asks again."""
+PLAN_EVERY_MS = 2_000
+"""Of the wanted number of workers: there is a heartbeat of the owner's own within it, unless the bus is away."""
 WAITERS_MAX = 16
 """Cancels of one request that wait for its end, and askings that wait to join it; who was dropped asks again."""
 
@@ -46,6 +49,9 @@ class Core(Lifecycle):
         """Refused admissions by code, for metrics."""
         self.lost_workers = 0
         self._quiet_since_ms = now_ms
+        self._planned_ms = now_ms
+        self._planned_beats = 0
+        self._planned_for = record.limits
         self._takeover = Takeover(self)
         self._unsure: list[events.AdmissionAsked] = []
         self._expiries: list[tuple[int, str]] = []
@@ -124,9 +130,13 @@ class Core(Lifecycle):
                 raise HeadraceError("request_quarantined", outcomes.quarantined(asked.request_id, body))
             self._check_workers()
             version, arm = self.versions.assign(asked)
-            deadline_ms = self.admission.check(asked, self.now_ms, has_room=self.pool.has_room(version))
+            deadline_ms = self.admission.check(
+                asked, self.now_ms, has_room=self.pool.has_room(version), start_ms=self._worker_start_ms()
+            )
         except HeadraceError as error:
             self.refusals[error.code] = self.refusals.get(error.code, 0) + 1
+            if error.code == "overloaded":
+                self.replicas.refused(body_key(asked), reserved(asked).input_tokens, self.now_ms)
             self.do(events.AnswerAdmission(event.handle, self._refused(asked, error)))
             return
         request = Request.admitted(
@@ -151,6 +161,12 @@ class Core(Lifecycle):
                 # What has lasted for so long lasts as long again, as far as anybody knows.
                 retry_after_s=min(RETRY_AFTER_S_MAX, seconds(self.now_ms - since_ms)),
             )
+
+    def _worker_start_ms(self) -> int:
+        """How long until there is a worker, where there is none."""
+        if any(worker.beat.state == "ready" for worker in self.pool.workers.values()):
+            return 0
+        return self.replicas.wait_for_worker_ms(self.now_ms)
 
     def _joined(self, asked: AdmissionRequest) -> str:
         """Id of the request that runs or ran under the same key; empty when there is none. Raises HeadraceError."""
@@ -383,6 +399,7 @@ class Core(Lifecycle):
         if beat.worker in self.pool.evicted:
             self.do(events.SendControl(beat.worker, Evict(epoch=self.epoch)))
             return
+        self.replicas.heard(beat, self.now_ms)
         worker, in_flight = self.pool.seen(beat)
         if beat.epoch < self.epoch:
             self.do(events.SendControl(beat.worker, Announce(epoch=self.epoch)))
@@ -488,10 +505,26 @@ class Core(Lifecycle):
         self.accused.pass_time(now, (request.envelope for request in self.requests.values()))
         self.clocks.pass_time(now)
         self.admission.pass_time(now)
+        self._plan_replicas()
         if not self.recovering:
             for tenant, spending in self.admission.spending_due(now):
                 self.do(events.TellSpending(tenant, spending))
         self.dispatch()
+
+    def _plan_replicas(self) -> None:
+        limits, beats = self.admission.record.limits, self.pool.beats
+        if self.now_ms - self._planned_ms < PLAN_EVERY_MS and limits is self._planned_for:
+            return
+        silent = self.recovering or beats == self._planned_beats
+        self._planned_ms, self._planned_beats, self._planned_for = self.now_ms, beats, limits
+        self.replicas.pass_time(
+            self.now_ms,
+            limits,
+            self.pool.workers.values(),
+            self.requests.values(),
+            silent=silent,
+            rolling_out=self.versions.is_rolling_out,
+        )
 
     def _hear_no_more(self) -> None:
         """Who joined a request under an earlier owner has said so by now, or is gone."""

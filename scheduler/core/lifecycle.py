@@ -24,6 +24,7 @@ from scheduler.core.clocks import Clocks
 from scheduler.core.fair_queue import FairQueue, QueuedRequest
 from scheduler.core.idempotency import IdempotencyKeys
 from scheduler.core.moves import Moves
+from scheduler.core.replicas import ReplicaPlanner
 from scheduler.core.request import Request
 from scheduler.core.settings import Settings
 from scheduler.core.stream_owners import StreamOwners
@@ -65,6 +66,7 @@ class Lifecycle:
         self.pool = WorkerPool(epoch=epoch, settings=settings, kv_overbooking=record.limits.kv_overbooking)
         self.versions = Versions(self, record.stable)
         self.moves = Moves(self)
+        self.replicas = ReplicaPlanner(model, now_ms)
         self.stream_owners = StreamOwners()
         self.clocks = Clocks()
         self.mended: dict[str, int] = {}
@@ -101,6 +103,7 @@ class Lifecycle:
         self.requests[request.id] = request
         self.is_named(request)
         self.versions.admitted(request)
+        self.replicas.came(request.cost.input_tokens, self.now_ms)
         request.advance(Trigger.ADMITTED, self.now_ms)
 
     def take_in(self, envelope: RequestEnvelope) -> Request:
@@ -351,6 +354,8 @@ class Lifecycle:
             # It lives, and may have the attempt or get it yet. An order before the loss is stored would end the
             # request: the worker's own end, cancelled, would be first.
             self.do(events.SendControl(request.worker, self._cancel_order(request)))
+        if request.dispatched_at_ms and event.completion_tokens:
+            self.replicas.ended(event, request.envelope.choices, self.now_ms - request.dispatched_at_ms)
         self._release(request, served=outcomes.served(event))
         if outcomes.is_void(event):
             outcomes.count(request, event, self.pool.beats)

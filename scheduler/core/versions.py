@@ -75,6 +75,11 @@ class Versions:
 
     # -- what the operator and the registry say ----------------------------------------------------------
 
+    @property
+    def is_rolling_out(self) -> bool:
+        """Whether two versions share the requests."""
+        return self.rollout is not None and not self.rollout.over
+
     def rollout_changed(self, plan: RolloutPlan | None, progress: RolloutProgress | None) -> None:
         """There is another plan, or the same with another wish; None: there is none any more."""
         if plan is None:

@@ -79,6 +79,7 @@ def queues(life: Lifecycle, query: QueueQuery = _PLAIN) -> QueueAnswer:
         tenants=tenants,
         clocks=[ClockSkew(process=name, ahead_ms=ahead) for name, ahead in life.clocks.apart().items()],
         requests=_open_requests(life, query) if query.requests else [],
+        replicas=life.replicas.plan,
     )
 
 

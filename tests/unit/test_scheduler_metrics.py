@@ -59,6 +59,19 @@ def test_all_figures_of_a_model() -> None:
     }
 
 
+def test_wanted_workers_are_shown_once_they_are_known() -> None:
+    world = World()
+    world.ready_worker()
+    assert ("headrace_desired_replicas", "m") not in shown(world)
+    for _ in range(10):
+        world.now += 500
+        world.feed(events.LoopbackSeen(world.now))
+        world.feed(events.TimePassed())
+    figures = shown(world)
+    assert figures["headrace_desired_replicas", "m"] == 1
+    assert figures["headrace_needed_replicas", "m", "running"] == 0
+
+
 def test_dispatches_are_timed_and_repetitions_counted() -> None:
     world = World()
     world.ready_worker()
