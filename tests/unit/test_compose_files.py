@@ -215,3 +215,12 @@ def test_the_kustomization_is_complete() -> None:
     assert {f"kubernetes/{path.name}" for path in (DEPLOY / "kubernetes").iterdir()} == set(kustomization["resources"])
     assert all((DEPLOY / name).exists() for each in kustomization["configMapGenerator"] for name in each["files"])
     assert [each["name"] for each in kustomization["images"]] == ["headrace"]
+
+
+def test_keda_scales_the_workers_by_what_the_scheduler_plans(objects: list[dict[str, Any]]) -> None:
+    (scaled,) = documents("keda.yaml")
+    (worker,) = [each for each in objects if each["kind"] == "Deployment" and each["metadata"]["name"] == "worker"]
+    assert scaled["spec"]["scaleTargetRef"]["name"] == worker["metadata"]["name"]
+    (trigger,) = scaled["spec"]["triggers"]
+    assert "headrace_desired_replicas" in trigger["metadata"]["query"]
+    assert trigger["metadata"]["ignoreNullValues"] == "false", "what is not known is not none"
