@@ -9,6 +9,7 @@ import typer
 
 from compose.cli.common import DataDirOption, on_bus
 from compose.stack.data_dir import ComposeError, Target
+from compose.stack.terminal import printable
 
 if TYPE_CHECKING:
     from compose.watch.life import Step
@@ -58,5 +59,5 @@ def line(step: "Step") -> str:
 
 
 def _fact(value: object) -> str:
-    text = str(value).lower() if isinstance(value, bool) else str(value)
+    text = printable(str(value).lower() if isinstance(value, bool) else str(value))
     return f'"{text}"' if " " in text else text

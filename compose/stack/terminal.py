@@ -39,3 +39,8 @@ class Terminal:
             self._status.start()
         elif text:
             self.say(text)
+
+
+def printable(text: str) -> str:
+    """``text`` for a terminal: what would move its cursor or color it is shown as a mark."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
