@@ -4,7 +4,9 @@ The engine is `worker.engines.simulated.engine`. The field ``simulate`` is its a
 """
 
 import re
+import zlib
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Annotated, Any
 
 import msgspec
@@ -96,6 +98,11 @@ class Prompt:
                     yield from words
             else:
                 yield from part
+
+    def ids(self, most: int) -> list[int]:
+        """A number below 2^32 for each of the first tokens."""
+        first = islice(self, most)
+        return [token & 0xFFFFFFFF if isinstance(token, int) else zlib.crc32(token.encode()) for token in first]
 
     def __len__(self) -> int:
         return sum(sum(map(len, _words(part))) if isinstance(part, str) else len(part) for part in self._parts)

@@ -17,6 +17,7 @@ from contracts.bus import Bus, BusError
 from contracts.messages.base import Codec
 from contracts.messages.frames import AcceptedData
 from contracts.messages.request import RequestEnvelope
+from contracts.prefix import cache_salt, unshared_salt
 from worker.core.events import AttemptEnded, Event, Key, StartAttempt
 from worker.engines.base import EngineFailure, Job, PromptMiscounted
 from worker.engines.supervisor import EngineSupervisor
@@ -109,7 +110,11 @@ class Generations:
             body=body,
             stream=request.stream,
             tenant=request.tenant,
-            cache_salt=request.tenant if request.prefix_caching else request.request_id,
+            cache_salt=(
+                cache_salt(request.tenant, request.cache_salt)
+                if request.prefix_caching
+                else unshared_salt(request.request_id)
+            ),
             prompt_tokens=request.prompt_tokens,
         )
         latency = TokenLatency(request, effect.item.version, time.monotonic())

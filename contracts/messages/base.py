@@ -28,6 +28,8 @@ Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Body = Annotated[str, msgspec.Meta(max_length=12 * 2**20)]
 """A whole message of the bus, in base64 too."""
 Sealed = Annotated[bytes, msgspec.Meta(max_length=12 * 2**20)]
+PrefixKeys = Annotated[bytes, msgspec.Meta(max_length=2048)]
+"""KEYS_MAX keys of KEY_BYTES bytes each (contracts.prefix)."""
 FEW = msgspec.Meta(max_length=64)
 """What people list: scopes, addresses, dimensions."""
 MANY = msgspec.Meta(max_length=100_000)

@@ -10,6 +10,7 @@ from contracts.messages.base import (
     Line,
     Message,
     Name,
+    PrefixKeys,
     RequestDemand,
     RequestId,
     Subject,
@@ -52,6 +53,11 @@ class RequestEnvelope(RequestDemand, frozen=True, kw_only=True):
     """SHA-256 (hex) of the body in BODIES."""
     prefix_caching: bool = True
     """Whether the engine may reuse this tenant's earlier prompts; never another tenant's."""
+    cache_salt: Name = ""
+    """Digest of what the caller named beside its tenant: only prompts under the same are reused."""
+    prefix_keys: PrefixKeys = b""
+    """Of the prompt's blocks (contracts.prefix), by which a worker is found that knows them; empty: none is looked
+    for."""
 
     @property
     def publish_by_ms(self) -> int:
@@ -89,6 +95,8 @@ class SubmitRequest(Message, frozen=True, kw_only=True):
     deadline_ms: int | None = None
     price_ceiling: PriceTier | None = None
     """Nothing dearer answers; the tenant's own ceiling holds all the same."""
+    prefix_caching: bool = True
+    """Whether the engine may reuse the tenant's earlier prompts, and keep this one."""
     stream_owner: Subject = ""
     """Incarnation under which the service sends heartbeats, if it does."""
     idempotency_key: Line = ""

@@ -105,6 +105,7 @@ class Inference:
             deadline_ms=_deadline_ms(headers),
             client_request_id=exchange.client_request_id,
             price_ceiling=_price_ceiling(headers),
+            prefix_caching=_prefix_caching(headers),
             traceparent=exchange.traceparent,
             idempotency_key=_idempotency_key(headers),
         )
@@ -216,6 +217,16 @@ def _price_ceiling(headers: Headers) -> PriceTier | None:
             return tier
     message = f"X-Headrace-Price-Ceiling must be one of {', '.join(PRICE_TIERS)}."
     raise HeadraceError("invalid_request", message, param="X-Headrace-Price-Ceiling")
+
+
+def _prefix_caching(headers: Headers) -> bool:
+    given = [value.strip().lower() for name, value in headers if name == b"x-headrace-prefix-caching"]
+    if given in ([], [b"on"]):
+        return True
+    if given == [b"off"]:
+        return False
+    message = "X-Headrace-Prefix-Caching must be on or off."
+    raise HeadraceError("invalid_request", message, param="X-Headrace-Prefix-Caching")
 
 
 def _idempotency_key(headers: Headers) -> str:

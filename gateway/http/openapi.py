@@ -53,6 +53,12 @@ _CEILING: Schema = {
     "schema": {"enum": list(PRICE_TIERS)},
     "description": "Nothing of a dearer price tier answers; the tenant's own ceiling holds all the same.",
 }
+_PREFIX_CACHING: Schema = {
+    "in": "header",
+    "name": "X-Headrace-Prefix-Caching",
+    "schema": {"enum": ["on", "off"]},
+    "description": "`off`: nothing of this prompt is taken from a cache, kept for others, or used to choose a worker.",
+}
 _IDEMPOTENCY: Schema = {
     "in": "header",
     "name": "Idempotency-Key",

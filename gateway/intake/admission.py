@@ -23,6 +23,7 @@ from contracts.messages.base import IDEMPOTENCY_KEY_MAX, Codec, IdempotencyKey, 
 from contracts.messages.control import CancelReason
 from contracts.messages.records import Manifest, PriceTier, TenantLimits, TenantRecord
 from contracts.messages.request import Reply, RequestEnvelope
+from contracts.prefix import cache_salt
 from contracts.traceparent import headers as tracing_headers
 from gateway.apis import json_limits
 from gateway.apis.api import Api, ValidBody
@@ -30,10 +31,11 @@ from gateway.apis.fields import model_of
 from gateway.intake.auth import Identity
 from gateway.intake.catalog import Catalog, Model
 from gateway.intake.choice import MOVES_ON, Candidate, Need, capabilities_of
-from gateway.intake.conversation import conversation_of
+from gateway.intake.conversation import cache_salt_of, conversation_of
 from gateway.intake.rate_limits import RateLimitsSeen
 from gateway.intake.reading_budget import ReadingBudget
 from gateway.prompt import threads
+from gateway.prompt.token_counter import Counted
 
 ON_THE_SPOT_BYTES = 256 << 10
 """Larger bodies are taken apart on a thread, in steps of tens of milliseconds at most (1M tokens, measured)."""
@@ -65,6 +67,8 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     price_ceiling: PriceTier | None = None
     """The caller's own, beside its tenant's."""
     traceparent: str = ""
+    prefix_caching: bool = True
+    """The caller's own choice, beside its tenant's."""
     idempotency_key: str = ""
     """The caller's own name for the request, checked by ``idempotency_key``; empty when it gave none."""
 
@@ -202,7 +206,10 @@ class Intake:
                 tenant.name, parsed.bytes, ON_THE_SPOT_BYTES, _digest, api.endpoint, parsed.fields
             )
             idempotency = IdempotencyKey(key=key, digest=digest)
-        valid, prompts = await _counted(api, tenant, parsed, model)
+        own_salt = cache_salt_of(parsed.fields)
+        shares = tenant.prefix_caching and context.prefix_caching
+        salt = cache_salt(tenant.name, own_salt) if shares else ""
+        valid, (prompts, prefix_keys) = await _counted(api, tenant, parsed, model, salt)
         check_prompt_logprobs(sum(prompts), valid)
         limit = output_limit(api, manifest, limits, prompts, valid)
         stated = {api.limit_field: limit} if api.limit_field else {}
@@ -231,7 +238,9 @@ class Intake:
             traceparent=context.traceparent,
             idempotency=idempotency,
             conversation=conversation_of(parsed.fields),
-            prefix_caching=tenant.prefix_caching,
+            prefix_caching=shares,
+            cache_salt=own_salt,
+            prefix_keys=prefix_keys,
             body_bytes=len(body) if len(body) > self._claim_check_bytes else 0,
             requested_model=parsed.name if parsed.name != manifest.name else "",
             choice_reason="; ".join((candidate.reason, *passed))[:REASON_CHARS_MAX] if candidate.reason else "",
@@ -244,8 +253,8 @@ class Intake:
         parsed = await self.parse(tenant, data)
         need = Need(api.endpoint, capabilities_of(parsed.fields), tenant.price_ceiling)
         [first, *_] = self._catalog.candidates(parsed.name, tenant, need)
-        _, prompts = await _counted(api, tenant, parsed, self._catalog.resolve(first.model, tenant))
-        return sum(prompts)
+        _, counted = await _counted(api, tenant, parsed, self._catalog.resolve(first.model, tenant), salt="")
+        return sum(counted.tokens)
 
     async def admit(self, prepared: Prepared) -> Admitted:
         """Ask the model's scheduler, and where that one is full or down those of the others, in order.
@@ -385,8 +394,10 @@ def _digest(endpoint: str, fields: dict[str, Any]) -> str:
     return hashlib.blake2b(asked, digest_size=16).hexdigest()
 
 
-async def _counted(api: Api, tenant: TenantRecord, parsed: ParsedBody, model: Model) -> tuple[ValidBody, list[int]]:
-    """The checked body, and the tokens of each of its prompts. Raises HeadraceError."""
+async def _counted(
+    api: Api, tenant: TenantRecord, parsed: ParsedBody, model: Model, salt: str
+) -> tuple[ValidBody, Counted]:
+    """The checked body, and its prompts. Raises HeadraceError."""
     manifest, tokens = model.manifest, model.tokens
     if api.endpoint not in manifest.endpoints:
         raise HeadraceError(
@@ -405,7 +416,9 @@ async def _counted(api: Api, tenant: TenantRecord, parsed: ParsedBody, model: Mo
     )
     fields = await tokens.marked(api, valid.fields, parsed.bytes, tenant.name)
     valid = msgspec.structs.replace(valid, fields=fields)
-    return valid, await tokens.count(api, fields, parsed.bytes, tenant.name)
+    # Prompts that are scored are computed whole, and those of embeddings are.
+    cached = api.limit_field and not valid.logprobs_per_prompt_token
+    return valid, await tokens.count(api, fields, parsed.bytes, tenant.name, salt=salt if cached else "")
 
 
 def check_prompt_logprobs(prompt_tokens: int, valid: ValidBody) -> None:

@@ -133,6 +133,7 @@ class NatsIngress:
             stream_owner=_stream_owner(tenant_name, submitted.stream_owner),
             deadline_ms=deadline_ms,
             price_ceiling=submitted.price_ceiling,
+            prefix_caching=submitted.prefix_caching,
             traceparent=log.traceparent,
             idempotency_key=idempotency_key(key, "idempotency_key") if (key := submitted.idempotency_key) else "",
         )

@@ -1,12 +1,14 @@
-"""What the requests of one conversation have in common, so that a roll-out by conversation keeps it on its side. Pure.
+"""What requests have in common: those of a conversation, which a roll-out keeps on its side; those of a cache. Pure.
 
-The caller's own key where it gives one (`prompt_cache_key`), else how the conversation opened: all messages up to the
-first of its user, which a chat sends again with each turn.
+Of a conversation: the caller's own key where it gives one (`prompt_cache_key`), else how the conversation opened: all
+messages up to the first of its user, which a chat sends again with each turn.
 """
 
 import hashlib
 from collections.abc import Mapping
 from typing import Any
+
+from contracts.errors import HeadraceError
 
 TEXT_CHARS_MAX = 4_096
 """Of each message: more of it tells no more conversations apart, and costs the event loop."""
@@ -29,6 +31,20 @@ def conversation_of(fields: Mapping[str, Any]) -> str:
         if message.get("role") == "user":
             return _digest(opening)
     return ""
+
+
+def cache_salt_of(fields: Mapping[str, Any]) -> str:
+    """A digest of the body's ``cache_salt``, under which alone cached prompts are shared; empty where it has none.
+
+    Raises HeadraceError.
+    """
+    salt = fields.get("cache_salt")
+    if salt is None:
+        return ""
+    if not isinstance(salt, str) or not 0 < len(salt) <= TEXT_CHARS_MAX:
+        message = f"cache_salt: It must be a text of 1 to {TEXT_CHARS_MAX} characters."
+        raise HeadraceError("invalid_request", message, param="cache_salt")
+    return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _text(content: Any) -> str:

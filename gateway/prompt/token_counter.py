@@ -7,10 +7,10 @@ in calls that release the GIL, so that they do not delay streams.
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import structlog
@@ -19,13 +19,14 @@ from contracts.artifacts.files import BadArtifact
 from contracts.control_tokens import MARK, ControlTokens
 from contracts.errors import HeadraceError
 from contracts.messages.records import Manifest
-from contracts.simulated import simulated_prompts
+from contracts.prefix import BLOCK_TOKENS, TOKENS_KEYED, keys_of
+from contracts.simulated import Prompt, simulated_prompts
 from gateway import metrics
 from gateway.apis.api import Api
 from gateway.prompt import callers_text, threads
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
     from gateway.prompt.chat_template import ChatTemplate
 
@@ -34,6 +35,14 @@ _log = structlog.get_logger()
 ON_THE_SPOT_BYTES = 2_000
 """Smaller bodies are counted on the spot: some 500 tokens take .5 ms (measured: 1.8 ms per 1,000), and a thread may
 wait longer for the GIL."""
+
+
+class Counted(NamedTuple):
+    """What was found of a request's prompts."""
+
+    tokens: list[int]
+    """Of each prompt."""
+    prefix_keys: bytes
 
 
 class TokenCounter:
@@ -71,14 +80,15 @@ class TokenCounter:
             _log.error("tokenizer_undecodable", model=self._manifest.name, reason=str(error))
             raise HeadraceError("unavailable", "The model's tokenizer cannot be loaded.", retry_after_s=5) from error
 
-    async def count(self, api: Api, fields: dict[str, Any], size: int, tenant: str) -> list[int]:
-        """Tokens of each prompt. ``fields`` is a validated body of ``size`` bytes; call ``ready`` before.
+    async def count(self, api: Api, fields: dict[str, Any], size: int, tenant: str, *, salt: str = "") -> Counted:
+        """The prompts of ``fields``, a validated body of ``size`` bytes; call ``ready`` before.
 
+        ``salt``: for the keys of an only prompt (contracts.prefix); without it there are none.
         Raises HeadraceError: invalid_request when the chat template refuses the messages, context_length_exceeded for
         a text of more bytes than tokens of the whole context can have.
         """
         with metrics.COUNTING.time():
-            return await threads.run(tenant, size, ON_THE_SPOT_BYTES, self._count, api, fields)
+            return await threads.run(tenant, size, ON_THE_SPOT_BYTES, self._count, api, fields, salt)
 
     async def marked(self, api: Api, fields: dict[str, Any], size: int, tenant: str) -> dict[str, Any]:
         """A valid body, in which control tokens that callers spelled will not be taken for such.
@@ -121,22 +131,28 @@ class TokenCounter:
         self._tokenizer = tokenizer
         self.vocabulary = tokenizer.get_vocab_size(with_added_tokens=True)
 
-    def _count(self, api: Api, fields: dict[str, Any]) -> list[int]:
+    def _count(self, api: Api, fields: dict[str, Any], salt: str) -> Counted:
+        prompts = self._prompts(api, fields)
+        lengths = [len(prompt) for prompt in prompts]
+        keyed = salt and len(prompts) == 1 and lengths[0] > BLOCK_TOKENS
+        return Counted(lengths, keys_of(salt, _first_ids(prompts[0])) if keyed else b"")
+
+    def _prompts(self, api: Api, fields: dict[str, Any]) -> "Sequence[Prompt | Encoding | list[int]]":
         if self._tokenizer is None:
-            return [len(prompt) for prompt in simulated_prompts(api.endpoint, fields)]
+            return simulated_prompts(api.endpoint, fields)
         if api.chat is not None:
             if self._template is None:
                 raise HeadraceError("invalid_request", "This model has no chat template.", param="model")
             text = self._template.render(api.chat(fields, self._template.system_first))
-            return self._lengths(api, [text], special_tokens=False)
+            return self._encoded(api, [text], special_tokens=False)
         prompt = fields[api.prompt_field]
         if isinstance(prompt, str):
-            return self._lengths(api, [prompt], special_tokens=True)
+            return self._encoded(api, [prompt], special_tokens=True)
         if isinstance(prompt[0], str):
-            return self._lengths(api, prompt, special_tokens=True)
-        return [len(prompt)] if isinstance(prompt[0], int) else [len(ids) for ids in prompt]
+            return self._encoded(api, prompt, special_tokens=True)
+        return [prompt] if isinstance(prompt[0], int) else prompt
 
-    def _lengths(self, api: Api, texts: list[str], *, special_tokens: bool) -> list[int]:
+    def _encoded(self, api: Api, texts: list[str], *, special_tokens: bool) -> "Sequence[Encoding | list[int]]":
         if self._tokenizer is None:
             raise RuntimeError("this model has no tokenizer")
         most = self._text_bytes_max
@@ -149,10 +165,19 @@ class TokenCounter:
                 param=part,
             )
         if self._control is not None and any(MARK in text for text in texts):
-            return [len(self._control.token_ids(text)) for text in texts]
+            return [self._control.token_ids(text) for text in texts]
         # encode_batch_fast releases the GIL, encode does not (measured: gaps of .5 s on a 0.9 MB text).
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=special_tokens)
-        return [len(encoding) for encoding in encodings]
+        return self._tokenizer.encode_batch_fast(texts, add_special_tokens=special_tokens)
+
+
+def _first_ids(prompt: "Prompt | Encoding | list[int]") -> list[int]:
+    """As many as have keys. A million ids would be 36 MB."""
+    if isinstance(prompt, list):
+        return prompt[:TOKENS_KEYED]
+    if isinstance(prompt, Prompt):
+        return prompt.ids(TOKENS_KEYED)
+    prompt.truncate(TOKENS_KEYED)
+    return prompt.ids
 
 
 _SHRINKS = {None: 1, "NFC": 3, "Prepend": 1, "Replace": 1}

@@ -415,6 +415,7 @@ class Core(Lifecycle):
             if progress.completion_tokens >= request.suspect_tokens:
                 worker.suspects.discard(request.id)
             if progress.completion_tokens > 0 and request.state in (State.DISPATCHING, State.DISPATCHED):
+                self.pool.placement.prefilled(request.id, worker.load)
                 request.advance(Trigger.GENERATING, self.now_ms)
         if beat.epoch >= self.epoch:
             self._drop_unstarted(worker)
@@ -563,7 +564,7 @@ class Core(Lifecycle):
 
     def _model_changed(self, event: events.ModelChanged) -> None:
         self.admission.record = event.record
-        self.pool.kv_overbooking = event.record.limits.kv_overbooking
+        self.pool.overbook(event.record.limits.kv_overbooking)
         self.versions.stable_changed(event.record.stable)
         self.dispatch()
 

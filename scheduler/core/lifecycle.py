@@ -191,7 +191,7 @@ class Lifecycle:
         """The worker that takes it now, or None. Copies of a suspect run on so few workers that three die at most."""
         body = self.accused.of(request.envelope)
         if not body.suspect:
-            return self.pool.place(request, lambda worker: True)
+            return self.pool.place(request)
         key = body_key(request.envelope)
         holders = {name for name, worker in self.pool.workers.items() if key in worker.bodies.values()}
 
@@ -257,7 +257,7 @@ class Lifecycle:
         if request.state in WAITING:
             self.leave_queue(request)
         elif request.state is not State.NEW:  # The attempt before has ended, and its end was not read yet.
-            self._release(request, served=0)
+            self._release(request, None)
         request.advance(Trigger.ADOPTED, self.now_ms)
         request.withdrawn = False  # It had begun.
         self.queue.set_weight(request.tenant, self.admission.tenant(request.tenant).weight)
@@ -356,7 +356,7 @@ class Lifecycle:
             self.do(events.SendControl(request.worker, self._cancel_order(request)))
         if request.dispatched_at_ms and event.completion_tokens:
             self.replicas.ended(event, request.envelope.choices, self.now_ms - request.dispatched_at_ms)
-        self._release(request, served=outcomes.served(event))
+        self._release(request, event)
         if outcomes.is_void(event):
             outcomes.count(request, event, self.pool.beats)
             if request.cancel_reason:
@@ -409,14 +409,17 @@ class Lifecycle:
     def _send_lost(self, request: Request, event: AttemptEvent, *, tell: bool = True) -> None:
         self._send_frame(request, "lost", msgspec.json.encode(LostData(retry=True, tell=tell)), attempt=event.attempt)
 
-    def _release(self, request: Request, *, served: int) -> None:
-        """The attempt no longer runs: its worker has room again, its tenant is charged for ``served`` tokens only."""
+    def _release(self, request: Request, event: AttemptEvent | None) -> None:
+        """The attempt no longer runs: its worker has room again, its tenant is charged for what it was served.
+
+        ``event``: how it ended, if that is known.
+        """
         worker = self.pool.workers.get(request.worker)
         if worker is not None:
-            worker.release(request.id)
+            self.pool.release(request, worker, event)
         if not request.dispatched_at_ms:
             return  # Ended without ever running.
-        self.queue.settle(request.tenant, request.charged, served)
+        self.queue.settle(request.tenant, request.charged, outcomes.served(event) if event is not None else 0)
         self.admission.throughput.done(request.charged, self.now_ms - request.dispatched_at_ms)
         request.charged = 0.0
         request.dispatched_at_ms = 0

@@ -1,5 +1,6 @@
 """What the scheduler knows of one admitted request; its states and what leads to them are in ``transitions``."""
 
+from array import array
 from typing import Any
 
 import msgspec
@@ -8,6 +9,7 @@ from contracts.messages.admission import AdmissionRequest
 from contracts.messages.control import WITHDRAWN, Progress
 from contracts.messages.request import Reply, RequestEnvelope
 from contracts.messages.rollouts import Arm
+from contracts.prefix import KEY_BYTES
 from contracts.tokens import reserved
 from scheduler.core.transitions import TRANSITIONS, WAITING, InvalidTransition, State, Trigger
 
@@ -33,6 +35,7 @@ class Request:
         "gone_since_ms",
         "history",
         "joining",
+        "prefix",
         "progress",
         "readers",
         "request_seq",
@@ -51,6 +54,8 @@ class Request:
         """Without a body; before REQUESTS stored it, with an empty reply."""
         self.state = State.NEW
         self.cost = reserved(envelope)
+        self.prefix = _keys(envelope)
+        """Keys of its prompt's blocks, as numbers."""
         self.adopted = False
         """Whether the present attempt was dispatched by an earlier owner."""
         self.attempt = 0
@@ -138,7 +143,10 @@ class Request:
             traceparent=envelope.traceparent,
             body_digest=envelope.body_digest,
             prefix_caching=envelope.prefix_caching,
+            cache_salt=envelope.cache_salt,
+            prefix_keys=envelope.prefix_keys,
         )
+        self.prefix = _keys(self.envelope)
 
     @property
     def id(self) -> str:
@@ -175,3 +183,8 @@ class Request:
 
     def __str__(self) -> str:
         return f"request {self.id} is {self.state} after [{'; '.join(self.history)}]"
+
+
+def _keys(envelope: RequestEnvelope) -> "array[int]":
+    keys = envelope.prefix_keys
+    return array("Q", keys[: len(keys) // KEY_BYTES * KEY_BYTES])

@@ -167,7 +167,7 @@ class Versions:
         if (rollout := self.rollout) is None or rollout.over:
             return
         rollout.look(self._life.now_ms)
-        self._life.pool.avoided = frozenset(rollout.judge.bad_workers)
+        self._life.pool.avoid(rollout.judge.bad_workers)
         if rollout.phase in OVER:
             self._send_home()
 

@@ -6,14 +6,18 @@ owner's epoch, of which each heartbeat of its reminds it, is lost too: nothing c
 
 A worker that is alive and late, or whose engine makes no step, is *slow*: what runs there goes on, and nothing more is
 placed there. It is given up, as if it were silent, when its event loop has stood still for much longer.
+
+Which of those that can take a request gets it is ``placement``'s.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
+from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch
 from contracts.messages.control import Progress, WorkerHeartbeat, WorkerPulse
 from scheduler.core.accused import BodyKey, body_key
+from scheduler.core.placement import Placement, WorkerLoad
 from scheduler.core.request import Request
 from scheduler.core.settings import Settings
 
@@ -47,15 +51,19 @@ class Worker:
         "bodies",
         "heard_at_beat",
         "in_flight",
+        "kv_limit",
         "kv_reserved",
+        "load",
+        "slots",
         "slots_reserved",
         "slow_since_ms",
         "suspects",
         "work",
     )
 
-    def __init__(self, beat: WorkerHeartbeat, heard_at_beat: int) -> None:
+    def __init__(self, beat: WorkerHeartbeat, heard_at_beat: int, load: WorkerLoad) -> None:
         self.beat = beat
+        self.load = load
         self.heard_at_beat = heard_at_beat
         """Number of loopback heartbeats when it was last heard."""
         self.acknowledged_at_beat = heard_at_beat
@@ -64,6 +72,9 @@ class Worker:
         """0 while it is not slow."""
         self.work: dict[str, Load] = {}
         """By request id: the attempts dispatched here."""
+        self.slots = 0
+        self.kv_limit = 0
+        """What may be reserved: slots, and tokens in its KV cache."""
         self.slots_reserved = 0
         self.kv_reserved = 0
         self.bodies: dict[str, BodyKey] = {}
@@ -112,29 +123,46 @@ class WorkerPool:
         """Worker -> loopback heartbeat of its eviction; a name never comes back."""
         self.beats = 0
         """Loopback heartbeats so far."""
-        self.kv_overbooking = kv_overbooking
-        """Tokens reserved on a worker may reach its KV cache's capacity times this."""
-        self.avoided: frozenset[str] = frozenset()
-        """Workers that get nothing more: those that a roll-out found bad."""
+        self.placement = Placement()
+        self._kv_overbooking = kv_overbooking
+        self._avoided: frozenset[str] = frozenset()
+        self._usable: dict[str, list[Worker]] = {}
+        """By version, as long as nothing has changed about that."""
         self._epoch = epoch
         self._settings = settings
         self._reserved_for: dict[str, str] = {}
         """Worker -> the large request that it is reserved for."""
 
+    def overbook(self, factor: float) -> None:
+        """Tokens reserved on a worker may reach its KV cache's capacity times this."""
+        self._kv_overbooking = factor
+        for worker in self.workers.values():
+            worker.kv_limit = int(worker.beat.kv_tokens * factor)
+
+    def avoid(self, workers: Iterable[str]) -> None:
+        """These get nothing more: a roll-out found them bad."""
+        self._avoided = frozenset(workers)
+        self._usable.clear()
+
     def seen(self, beat: WorkerHeartbeat) -> tuple[Worker, list[Progress]]:
         """Take in a heartbeat; gives the worker and the progress of its attempts in flight."""
         worker = self.workers.get(beat.worker)
         if worker is None:
-            worker = self.workers[beat.worker] = Worker(beat, self.beats)
-        size = worker.beat.slots, worker.beat.kv_tokens
-        worker.beat = beat
+            worker = self.workers[beat.worker] = Worker(beat, self.beats, self.placement.join())
+        before, worker.beat = worker.beat, beat
+        if worker.slots != beat.slots or (before.state, before.epoch) != (beat.state, beat.epoch):
+            self._usable.clear()
         worker.heard_at_beat = self.beats
         if beat.epoch >= self._epoch:
             worker.acknowledged_at_beat = self.beats
-        if size != (beat.slots, beat.kv_tokens):  # Known by its work only until now, or its engine is a new one.
+        if (worker.slots, before.kv_tokens) != (beat.slots, beat.kv_tokens):
+            # Known by its work only until now, or its engine is a new one.
+            worker.slots, worker.kv_limit = beat.slots, int(beat.kv_tokens * self._kv_overbooking)
             for request_id, load in worker.work.items():
                 worker.reserve(request_id, self._load(worker, load.choices, load.tokens))
         worker.in_flight = {progress.request_id for progress in beat.in_flight}
+        if beat.state not in ("ready", "draining"):
+            self.placement.index.clear(worker.load.cache)  # Its engine is a new one, or will be.
         return worker, beat.in_flight
 
     def pulsed(self, pulse: WorkerPulse, now_ms: int) -> None:
@@ -146,10 +174,10 @@ class WorkerPool:
         late = pulse.lag_ms > self._settings.slow_lag_ms
         if late:
             worker.acknowledged_at_beat = self.beats
-        if not late and pulse.engine_idle_ms <= self._settings.slow_engine_ms:
-            worker.slow_since_ms = 0
-        elif not worker.slow_since_ms:
-            worker.slow_since_ms = now_ms
+        slow = late or pulse.engine_idle_ms > self._settings.slow_engine_ms
+        if slow != bool(worker.slow_since_ms):
+            worker.slow_since_ms = now_ms if slow else 0
+            self._usable.clear()
 
     def all_slow_since_ms(self) -> int:
         """Since when every worker that is ready has been slow; 0 while one is not, or none is ready."""
@@ -161,7 +189,7 @@ class WorkerPool:
         worker = self.workers.get(name)
         if worker is None:
             silent = WorkerHeartbeat(worker=name, model=model, version=version, state="starting")
-            worker = self.workers[name] = Worker(silent, self.beats)
+            worker = self.workers[name] = Worker(silent, self.beats, self.placement.join())
         return worker
 
     def lost(self) -> Iterator[tuple[Worker, str]]:
@@ -176,6 +204,8 @@ class WorkerPool:
     def evict(self, worker: Worker) -> None:
         """The worker is lost, for good."""
         self.workers.pop(worker.beat.worker, None)
+        self.placement.leave(worker.load)
+        self._usable.clear()
         self._reserved_for.pop(worker.beat.worker, None)
         if len(self.evicted) >= EVICTED_MAX:
             del self.evicted[next(iter(self.evicted))]
@@ -184,7 +214,7 @@ class WorkerPool:
     def usable(self, worker: Worker) -> bool:
         """Ready, not slow, not bad, and has acknowledged this owner's epoch; one that knows a higher one refuses us."""
         able = worker.beat.state == "ready" and not worker.slow_since_ms and worker.beat.epoch == self._epoch
-        return able and worker.beat.worker not in self.avoided
+        return able and worker.beat.worker not in self._avoided
 
     def unacknowledged(self) -> bool:
         """Whether some worker has not acknowledged the epoch; a takeover waits until it has, or is lost."""
@@ -207,32 +237,30 @@ class WorkerPool:
         """Of all versions."""
         return sum(worker.slots_reserved for worker in self.workers.values())
 
-    def place(self, request: Request, may_hold: Callable[[Worker], bool]) -> Worker | None:
-        """The least loaded worker that can take the request now, of those that ``may_hold`` it; or None."""
-        choices, tokens = request.envelope.choices, request.cost.total
-        best: Worker | None = None
-        best_load = 0.0
-        for worker in self._willing(request):
-            if self._reserved_for.get(worker.beat.worker, request.id) != request.id:
-                continue
-            if not may_hold(worker):
-                continue
-            wanted = self._load(worker, choices, tokens)
-            if worker.slots_reserved + wanted.slots > worker.beat.slots:
-                continue
-            if worker.kv_reserved + wanted.kv_tokens > self._kv_limit(worker):
-                continue
-            load = max(
-                worker.slots_reserved / max(1, worker.beat.slots), worker.kv_reserved / max(1, self._kv_limit(worker))
-            )
-            if best is None or load < best_load:
-                best, best_load = worker, load
-        return best
+    def place(self, request: Request, may_hold: Callable[[Worker], bool] | None = None) -> Worker | None:
+        """The worker that takes the request now, of those that can and that ``may_hold`` it; or None."""
+        choices, tokens, able = request.envelope.choices, request.cost.total, self._willing(request)
+        if self._reserved_for:
+            able = [w for w in able if self._reserved_for.get(w.beat.worker, request.id) == request.id]
+        if may_hold is not None:
+            able = [worker for worker in able if may_hold(worker)]
+        fitting = [
+            w for w in able if w.slots_reserved + choices <= w.slots and w.kv_reserved + tokens <= w.kv_limit
+        ] or [
+            w  # What exceeds a worker runs on it alone.
+            for w in able
+            if w.slots_reserved + min(choices, w.slots) <= w.slots
+            and w.kv_reserved + min(tokens, w.kv_limit) <= w.kv_limit
+        ]
+        return self.placement.choose(request, fitting)
 
     def _willing(self, request: Request) -> list[Worker]:
         """Those that may run it. One that gave it back only when there is no other, and once it was heard since."""
         version = request.envelope.version
-        able = [w for w in self.workers.values() if self.usable(w) and (not version or w.beat.version == version)]
+        able = self._usable.get(version)
+        if able is None:
+            able = [w for w in self.workers.values() if self.usable(w) and (not version or w.beat.version == version)]
+            self._usable[version] = able
         if not (given_back := request.given_back):
             return able
         others = [worker for worker in able if worker.beat.worker not in given_back]
@@ -244,6 +272,12 @@ class WorkerPool:
         worker.bodies[request.id] = body_key(request.envelope)
         if request.suspect_tokens:
             worker.suspects.add(request.id)
+        self.placement.placed(request, worker.load, worker.beat.kv_tokens)
+
+    def release(self, request: Request, worker: Worker, event: AttemptEvent | None) -> None:
+        """The request's attempt no longer runs there; ``event``: how it ended, if that is known."""
+        worker.release(request.id)
+        self.placement.ended(request, worker.load, event)
 
     def reserve_worker(self, request: Request, waited_ms: int) -> None:
         """A request that fits nobody now: after the starvation timeout a worker is reserved for it."""
@@ -259,7 +293,7 @@ class WorkerPool:
             and worker.slots_reserved < worker.beat.slots  # Else nothing fits, and it is only not this one's turn.
         ]
         if free:
-            chosen = min(free, key=lambda worker: worker.kv_reserved / max(1, self._kv_limit(worker)))
+            chosen = min(free, key=lambda worker: worker.kv_reserved / max(1, worker.kv_limit))
             self._reserved_for[chosen.beat.worker] = request.id
 
     def free_worker(self, request_id: str) -> bool:
@@ -272,7 +306,4 @@ class WorkerPool:
 
     def _load(self, worker: Worker, choices: int, tokens: int) -> Load:
         """What the request takes up there; one that exceeds a worker runs on it alone."""
-        return Load(choices, tokens, min(choices, worker.beat.slots), min(tokens, self._kv_limit(worker)))
-
-    def _kv_limit(self, worker: Worker) -> int:
-        return int(worker.beat.kv_tokens * self.kv_overbooking)
+        return Load(choices, tokens, min(choices, worker.beat.slots), min(tokens, worker.kv_limit))

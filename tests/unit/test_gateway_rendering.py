@@ -186,11 +186,11 @@ async def test_prompt_tokens_of_a_real_tokenizer(tmp_path: Path) -> None:
     assert counter.vocabulary == 9
     chat = {"messages": [{"role": "user", "content": "one two three"}]}
     for size in (10, 10_000):  # On the spot, and on a thread.
-        assert await counter.count(APIS["chat/completions"], chat, size, "t") == [5]
-        assert await counter.count(APIS["completions"], {"prompt": "one two"}, size, "t") == [3]
-        assert await counter.count(APIS["completions"], {"prompt": ["one", "one two"]}, size, "t") == [2, 3]
-        assert await counter.count(APIS["completions"], {"prompt": [1, 2, 3]}, size, "t") == [3]
-        assert await counter.count(APIS["completions"], {"prompt": [[1], [2, 3]]}, size, "t") == [1, 2]
+        assert (await counter.count(APIS["chat/completions"], chat, size, "t")).tokens == [5]
+        assert (await counter.count(APIS["completions"], {"prompt": "one two"}, size, "t")).tokens == [3]
+        assert (await counter.count(APIS["completions"], {"prompt": ["one", "one two"]}, size, "t")).tokens == [2, 3]
+        assert (await counter.count(APIS["completions"], {"prompt": [1, 2, 3]}, size, "t")).tokens == [3]
+        assert (await counter.count(APIS["completions"], {"prompt": [[1], [2, 3]]}, size, "t")).tokens == [1, 2]
 
 
 async def test_a_tokenizer_that_cannot_be_read_is_tried_again(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ async def test_a_tokenizer_that_cannot_be_read_is_tried_again(tmp_path: Path) ->
     assert caught.value.code == "unavailable"
     make_model(tmp_path)
     await counter.ready()
-    assert await counter.count(APIS["completions"], {"prompt": "one"}, 10, "t") == [2]
+    assert (await counter.count(APIS["completions"], {"prompt": "one"}, 10, "t")).tokens == [2]
 
 
 def byte_level(directory: Path, **changes: Any) -> Manifest:
@@ -234,7 +234,7 @@ async def test_text_of_more_bytes_than_the_context_can_have_is_refused_uncounted
 ) -> None:
     counter = TokenCounter(byte_level(tmp_path))
     await counter.ready()
-    assert (await counter.count(APIS[endpoint], {field: make("a" * 70)}, 100, "t"))[-1] == 35
+    assert (await counter.count(APIS[endpoint], {field: make("a" * 70)}, 100, "t")).tokens[-1] == 35
     for text in ("a" * 71, "ü" * 36):
         with pytest.raises(HeadraceError, match="more than 70 bytes") as caught:
             await counter.count(APIS[endpoint], {field: make(text)}, 100, "t")
@@ -316,7 +316,7 @@ async def test_d15_control_tokens_are_those_that_the_template_wrote(
     assert template is not None and api.chat is not None
     rendered = template.render(api.chat(travelling, template.system_first))
     ids = control.token_ids(rendered)
-    assert await counter.count(api, travelling, 100, "t") == [len(ids)]
+    assert (await counter.count(api, travelling, 100, "t")).tokens == [len(ids)]
 
     from tokenizers import Tokenizer
 

@@ -10,6 +10,7 @@ import pytest
 from contracts.messages.control import WorkerHeartbeat
 from contracts.messages.queues import Replicas
 from contracts.messages.records import PoolLimits
+from scheduler.core.placement import Placement
 from scheduler.core.replicas import STEP_MS, WINDOW_MS, ReplicaPlanner, Speed
 from scheduler.core.transitions import State
 from scheduler.core.worker_pool import Worker
@@ -31,7 +32,8 @@ class Fleet:
 
     def more(self, count: int, state: Any = "ready") -> None:
         for _ in range(count):
-            self.workers.append(Worker(self._beat(f"w{len(self.workers)}", state=state), 0))
+            beat = self._beat(f"w{len(self.workers)}", state=state)
+            self.workers.append(Worker(beat, 0, Placement().join()))
 
     @staticmethod
     def _beat(name: str, **more: Any) -> WorkerHeartbeat:

@@ -1,0 +1,150 @@
+"""Where a request goes, of the workers that can take it: where the least is left to compute before it, and few wait.
+
+A worker's cost is (tokens of prompts that it has yet to compute + those that this one would add, WHEN_FULL times where
+new blocks drive out others) x (what runs and waits there + 1); the lowest wins (LMetric, arXiv 2603.15202, with our
+factor). Nobody gets one who has more than CROWDED times the mean and one more, so that a hot prefix spreads. Which
+request is next is decided before, by fairness; who has no keys goes by load alone.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from contracts.messages.attempts import AttemptEvent
+from contracts.prefix import COVERED
+from scheduler.core.prefix_index import Cache, PrefixIndex
+from scheduler.core.request import Request
+
+WHEN_FULL = 4
+"""What is computed where the cache is full costs others their blocks, too."""
+CROWDED = 1.25
+LAST_RESORT = 1e18
+"""Added to the cost of who is crowded: chosen when all are."""
+
+
+class Expected(NamedTuple):
+    """What was expected of an attempt's cache when it was placed."""
+
+    cached_tokens: int
+    used_at: int
+    """Of its own use of its worker's cache."""
+    first_used_at: int
+    """Of the first block that was there, and of the last one, by the uses before; 0 where none was, or where who used
+    it may not have computed it yet."""
+    last_used_at: int
+
+
+class WorkerLoad:
+    """What was placed on a worker and has not ended, and what it holds."""
+
+    __slots__ = ("attempts", "cache", "count", "prefilling", "prefilling_tokens")
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.attempts: dict[str, Expected] = {}
+        """By request id; ``count`` of them."""
+        self.count = 0
+        self.prefilling: dict[str, int] = {}
+        """Tokens left to compute by request, of those of which no token is known; in order."""
+        self.prefilling_tokens = 0
+
+
+class Candidate(Protocol):
+    """A worker that could take a request."""
+
+    load: WorkerLoad
+    kv_reserved: int
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+class Found:
+    """Tokens of the prompts of ended attempts; how many were expected in a cache, and how many were there."""
+
+    __slots__ = ("cached", "expected", "prompt")
+
+    def __init__(self) -> None:
+        self.prompt = self.expected = self.cached = 0
+
+
+class Placement:
+    """The workers of one model."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex()
+        self.found = Found()
+
+    def join(self) -> WorkerLoad:
+        """Of a new worker."""
+        return WorkerLoad(self.index.join())
+
+    def leave(self, load: WorkerLoad) -> None:
+        """The worker is lost."""
+        self.index.leave(load.cache)
+
+    def choose(self, request: Request, candidates: Sequence[C]) -> C | None:
+        """One of the candidates; None if there are none. Of equal ones that with less reserved."""
+        if len(candidates) < 2:
+            return candidates[0] if candidates else None
+        prompt = request.envelope.prompt_tokens
+        runs = [(bits, prompt - COVERED[keys]) for bits, keys in self.index.runs(request.prefix)]
+        most = 1 + CROWDED * sum([each.load.count for each in candidates]) / len(candidates)
+        best, least = candidates[0], math.inf
+        for each in candidates:
+            load = each.load
+            cache, uncached, count = load.cache, prompt, load.count
+            for bits, left in runs:
+                if bits & cache.bit:
+                    uncached = left
+                    break
+            if cache.blocks >= cache.full_at:
+                uncached *= WHEN_FULL
+            cost: float = (load.prefilling_tokens + uncached) * (count + 1)
+            if count > most:
+                cost += LAST_RESORT
+            if cost < least or (cost == least and each.kv_reserved < best.kv_reserved):
+                best, least = each, cost
+        return best
+
+    def placed(self, request: Request, load: WorkerLoad, kv_tokens: int) -> None:
+        """An attempt of the request runs there from now on."""
+        self.prefilled(request.id, load)
+        index, cache, keys = self.index, load.cache, request.prefix
+        held = first = last = own = 0
+        if keys:
+            held = cache.held_of(keys)
+        if held:
+            first, last = cache.used_at(keys[0]), cache.used_at(keys[held - 1])
+            if load.prefilling:
+                unsure = load.attempts[next(iter(load.prefilling))].used_at
+                first, last = first if first < unsure else 0, last if last < unsure else 0
+        if keys:
+            own = index.use(cache, keys, kv_tokens)
+        load.attempts[request.id] = Expected(COVERED[held], own, first, last)
+        load.count = len(load.attempts)
+        load.prefilling[request.id] = left = request.envelope.prompt_tokens - COVERED[held]
+        load.prefilling_tokens += left
+
+    def prefilled(self, request_id: str, load: WorkerLoad) -> None:
+        """The first token of the request's attempt is known of."""
+        load.prefilling_tokens -= load.prefilling.pop(request_id, 0)
+
+    def ended(self, request: Request, load: WorkerLoad, event: AttemptEvent | None) -> None:
+        """The request's attempt ended; where the cache held less than was expected, the index is corrected."""
+        self.prefilled(request.id, load)
+        expected = load.attempts.pop(request.id, None)
+        load.count = len(load.attempts)
+        if expected is None:
+            return
+        if event is None or not event.first_token_at_ms:
+            if request.prefix:
+                held = COVERED.index(expected.cached_tokens)
+                self.index.drop(load.cache, request.prefix[held:], expected.used_at)
+            return
+        self.found.prompt += event.prompt_tokens
+        self.found.cached += event.cached_tokens
+        self.found.expected += expected.cached_tokens
+        if expected.cached_tokens - event.cached_tokens >= COVERED[1]:
+            missing_first = event.cached_tokens < COVERED[1]
+            self.index.drop_until(load.cache, expected.first_used_at if missing_first else expected.last_used_at)
