@@ -78,9 +78,9 @@ class QueryApi:
         started = time.monotonic()
         answer = await self._answer(message)
         if isinstance(answer, UsageAnswer | LatencyAnswer):
-            await message.respond(fitting(answer, self._bytes_max))
+            message.respond(fitting(answer, self._bytes_max))
         else:
-            await message.respond(_encode(answer))
+            message.respond(_encode(answer))
         metrics.QUERY_SECONDS.observe(time.monotonic() - started)
 
     async def _answer(self, message: Incoming) -> LedgerAnswer:

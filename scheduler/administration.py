@@ -74,7 +74,7 @@ class AdminService:
         except BusError as error:
             log.error("admin_call_failed", subject=message.subject, reason=str(error))
             answer = _refusal(HeadraceError("unavailable", "The bus failed; it may have been done.", retry_after_s=2))
-        await message.respond(_ANSWER.encode(answer))
+        message.respond(_ANSWER.encode(answer))
 
     async def _perform(self, name: str, data: bytes) -> msgspec.Struct:
         action = ACTIONS.get(name)
@@ -127,7 +127,7 @@ class AdminService:
         except (BusError, HeadraceError) as error:
             log.warning("key_activity_not_kept", reason=str(error))
             return  # the gateway reports it again
-        await message.respond(_KEPT)
+        message.respond(_KEPT)
 
 
 class FailureLog:

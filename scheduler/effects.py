@@ -107,7 +107,7 @@ class Effects:
         """Start the effect."""
         match effect:
             case events.AnswerAdmission() | events.AnswerCancel() | events.AnswerStatus():
-                self.spawn(effect.handle.respond(_encode(effect.answer)))
+                self.answer(effect.handle, _encode(effect.answer))
             case events.StoreWork():
                 self.spawn(self._store_work(effect))
             case events.StoreTerminal(event):
@@ -138,9 +138,22 @@ class Effects:
                 self.spawn(self._store_copy(envelope, request_seq))
             case events.SendFrame(subject, frame):
                 message = ReplyMessage(epoch=self._core.epoch, frames=[frame])
-                self.spawn(self._bus.publish(subject, _encode(message)))
+                try:
+                    self._bus.send(subject, _encode(message))
+                except BusError as error:
+                    self._failed(error)
             case _:
                 raise TypeError(f"unknown effect {effect!r}")
+
+    def answer(self, asked: Incoming, data: bytes) -> None:
+        """Answer; who gets none asks again."""
+        try:
+            asked.respond(data)
+        except BusError as error:
+            self._failed(error)
+
+    def _failed(self, error: BusError) -> None:
+        log.warning("effect_failed", model=self._core.model, reason=str(error))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run ``work`` as a task of the term; the bus's refusals are logged, all else ends the term."""
@@ -158,7 +171,7 @@ class Effects:
         try:
             await work
         except BusError as error:
-            log.warning("effect_failed", model=self._core.model, reason=str(error))
+            self._failed(error)
         except Exception as error:
             self._fail(error)
 

@@ -179,7 +179,7 @@ class Term:
     def _on_queues(self, message: Incoming) -> None:
         asked = decoded(_queue_query, message, "queue_query_undecodable")
         if asked is not None and self._lease.held:
-            self._effects.spawn(message.respond(_encode(views.queues(self.core, asked))))
+            self._effects.answer(message, _encode(views.queues(self.core, asked)))
 
     def _on_heartbeat(self, message: Incoming) -> None:
         kind, model = message.subject.split(".")[2:4]

@@ -141,7 +141,7 @@ class Instance:
             except BusError as error:
                 _log.warning("frames_not_sent", worker=self.name, reason=str(error))
 
-    async def _repair(self, incoming: Incoming) -> None:
+    def _repair(self, incoming: Incoming) -> None:
         try:
             tenant = subjects.tenant_of_last_token(incoming.subject)
             request = _frames_request.decode(incoming.data)
@@ -149,7 +149,7 @@ class Instance:
             unreadable("frames_request_undecodable", incoming, error)
             return
         with contextlib.suppress(BusError):  # who asked asks again
-            await incoming.respond(_frames_answer.encode(self.buffer.read(tenant, request)))
+            incoming.respond(_frames_answer.encode(self.buffer.read(tenant, request)))
 
     async def _expire(self) -> None:
         while True:

@@ -275,7 +275,7 @@ class Worker:
                 if incoming := self._deliveries.pop(effect.delivery, None):
                     self._acknowledge(incoming)
             case events.AnswerControl():
-                self._tasks.create_task(_respond(effect.asker, _answer.encode(effect.answer)))
+                _respond(effect.asker, _answer.encode(effect.answer))
             case events.SendHeartbeat():
                 self._heartbeats.notify()
             case events.RebuildEngine():
@@ -393,6 +393,6 @@ async def _acknowledge(incoming: Incoming, instance: Instance) -> None:
         _log.warning("work_not_acknowledged", worker=instance.name, stream_seq=incoming.stream_seq)
 
 
-async def _respond(incoming: Incoming, data: bytes) -> None:
+def _respond(incoming: Incoming, data: bytes) -> None:
     with suppress(BusError):  # who asked asks again
-        await incoming.respond(data)
+        incoming.respond(data)

@@ -35,8 +35,8 @@ from contracts.bus.types import (
 class Bus:
     """A connection to NATS with everything that Headrace uses of it.
 
-    ``publish``, ``request``, ``subscribe`` and ``close`` are the session's own; ``jetstream`` stores and reads
-    streams, ``kv`` are the buckets, ``objects`` what is larger than a message.
+    ``publish``, ``send``, ``request``, ``subscribe`` and ``close`` are the session's own; ``jetstream`` stores
+    and reads streams, ``kv`` are the buckets, ``objects`` what is larger than a message.
     """
 
     def __init__(self, session: Session) -> None:
@@ -45,6 +45,7 @@ class Bus:
         self.kv = KeyValue(self.jetstream)
         self.objects = Objects(self.jetstream)
         self.publish = session.publish
+        self.send = session.send
         self.request = session.request
         self.subscribe = session.subscribe
         self.close = session.close

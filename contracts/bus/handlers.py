@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -15,6 +16,23 @@ log = structlog.get_logger(__name__)
 
 Deliver = Callable[[Incoming], Awaitable[None]]
 """Takes a message and never raises."""
+
+
+def is_plain(handler: Handler) -> bool:
+    """Whether ``handler`` is done when it returns."""
+    return not inspect.iscoroutinefunction(handler)
+
+
+def contained(handler: Handler) -> Callable[[Incoming], None]:
+    """A plain ``handler``; what it raises is contained."""
+
+    def take(message: Incoming) -> None:
+        try:
+            handler(message)
+        except (Exception, asyncio.CancelledError) as error:
+            contain(message.subject, error)
+
+    return take
 
 
 def in_order(handler: Handler) -> Deliver:

@@ -224,7 +224,7 @@ class JetStream:
         async def read(try_s: float) -> tuple[list[Incoming], int]:
             arrived: asyncio.Queue[Incoming] = asyncio.Queue()
             inbox = self.session.new_inbox()
-            subscription = await self.session.listen(inbox, arrived.put)
+            subscription = await self.session.listen(inbox, arrived.put_nowait)
             try:
                 await self.session.publish(f"$JS.API.DIRECT.GET.{stream}", question, reply=inbox)
                 return await self._gather(arrived, f"direct get of {stream}")

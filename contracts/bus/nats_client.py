@@ -1,22 +1,26 @@
 """nats-py's client, made fit: the only file that imports nats, and the only one that knows its private parts.
 
-A socket of a failed try is not leaked, messages are built as ours, a connection whose tasks died or hang is revived,
+Connecting, TLS, subscriptions and reconnecting are the library's. Messages are read and written by ``wire``, built as
+ours and handed on at once. A socket of a failed try is not leaked, a connection whose tasks died or hang is revived,
 credentials are read for each connection, and the library's errors become ours. pyproject bounds the library's version,
 and tests/bus/test_nats_client.py says in words which private part a new version has changed.
 """
 
 import asyncio
+import json
 import re
 import socket
 import struct
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
 
-from contracts.bus import types
+from contracts.bus import types, wire
 from contracts.bus.credentials import Credentials
+from contracts.bus.pace import Pace
 from contracts.bus.types import BusError, Incoming, Sender, TooLarge, Unavailable
 
 # The library imports aiohttp, which it wants for websockets only: 0.2 s less in every process (measured).
@@ -33,11 +37,12 @@ finally:
 log = structlog.get_logger(__name__)
 
 LibraryError = nats.errors.Error
-SlowConsumer = nats.errors.SlowConsumerError
 
 WATCH_INTERVAL_S = 0.5
 """How often the client's own tasks are looked at."""
 TICKS_UNTIL_DEAD = 2
+UNTAKEN_BYTES_MAX = 64 << 10
+"""Written and not taken by the socket; what is more waits with us, and is dropped when the connection is lost."""
 _AT_ONCE = struct.pack("ii", 1, 0)
 """SO_LINGER without a time: the kernel drops what it has yet to send."""
 _ENDED = re.compile(r"^'(authorization violation|.*authentication|maximum )")
@@ -48,16 +53,95 @@ _DENIED = re.compile(r'permissions violation for subscription to "(?P<subject>[^
 class Client(LibraryClient):
     """The library's client for one ``session``."""
 
+    _pending: list[bytes]
+    """What is yet to be written."""
+    _pending_data_size: int
+
     def __init__(self, session: Sender, credentials: Credentials) -> None:
         super().__init__()
         self._session = session
         self._credentials = credentials
         self._stamp = credentials.stamp()
+        self._direct: dict[int, Callable[[Incoming], None]] = {}
+        """What takes the messages of a subscription without a queue, by the subscription's number."""
+        self._ps = _Parser(self)
+        self._pace = Pace()
+        self._write_due = False
 
-    def _build_message(
-        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: dict[str, str] | None
-    ) -> Incoming:
-        return Incoming(subject.decode(), reply.decode(), data, headers, self._session)
+    async def subscribe_direct(self, subject: str, queue: str, take: Callable[[Incoming], None]) -> Any:
+        """A subscription of the library's whose messages are handed to ``take`` as they are read; it must not raise."""
+        number = self._sid + 1
+        self._direct[number] = take
+        try:
+            return await self.subscribe(subject, queue=queue)
+        except BaseException:
+            self._direct.pop(number, None)
+            raise
+
+    def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
+        self._direct.pop(sid, None)
+        super()._remove_sub(sid, max_msgs)
+
+    def hand_on(self, number: int, subject: bytes, reply: bytes, headers: bytes, data: bytes) -> None:
+        """A message came."""
+        if (take := self._direct.get(number)) is not None:
+            fields = wire.headers_of(headers) if headers else None
+            take(Incoming(subject.decode(), reply.decode(), data, fields, self._session))
+        elif (waiting := self._subs.get(number)) is not None:
+            self._queue_up(waiting, subject, reply, headers, data)
+
+    def _queue_up(self, waiting: Any, subject: bytes, reply: bytes, headers: bytes, data: bytes) -> None:
+        """For a handler that is awaited, within the library's bounds."""
+        size = waiting._pending_size + len(data)
+        if size >= waiting._pending_bytes_limit or waiting._pending_queue.full():
+            self._session.dropped(waiting)
+            return
+        waiting._pending_size = size
+        fields = wire.headers_of(headers) if headers else None
+        waiting._pending_queue.put_nowait(Incoming(subject.decode(), reply.decode(), data, fields, self._session))
+
+    def send(self, subject: str, data: bytes, reply: str, headers: Mapping[str, str] | None) -> None:
+        """Publish: written at the end of this turn of the loop, or a moment later when much is published (``Pace``).
+
+        Raises the library's errors.
+        """
+        if self.is_closed:
+            raise nats.errors.ConnectionClosedError
+        if len(data) > self._max_payload:
+            raise nats.errors.MaxPayloadError
+        try:
+            command = wire.publication(subject, data, reply, headers)
+        except ValueError as error:
+            raise nats.errors.BadSubjectError from error
+        self._pending.append(command)
+        self._pending_data_size += len(command)
+        if not self._write_due:
+            self._write_due = True
+            loop = asyncio.get_running_loop()
+            if wait_s := self._pace.wait_s(time.monotonic()):
+                loop.call_later(wait_s, self._write)
+            else:
+                loop.call_soon(self._write)
+
+    @property
+    def full(self) -> bool:
+        """More waits to be written than is well: ``make_room`` before more is sent."""
+        return self._pending_data_size > self._max_pending_size
+
+    async def make_room(self) -> None:
+        """Until the socket has taken what waits, for at most the flush timeout."""
+        await self._flush_pending(force_flush=True)
+
+    def _write(self) -> None:
+        self._write_due = False
+        if not self._pending or not self.is_connected:
+            return
+        if self._transport._io_writer.transport.get_write_buffer_size() > UNTAKEN_BYTES_MAX:
+            if self._flush_queue.empty():  # The library's task waits for the socket, and then writes.
+                self._flush_queue.put_nowait(asyncio.get_running_loop().create_future())
+            return
+        pending, self._pending, self._pending_data_size = self._pending, [], 0
+        self._transport.writelines(pending)
 
     async def _connect_to_server(self, s: Any) -> None:
         self.abort()
@@ -108,7 +192,7 @@ class Client(LibraryClient):
         """Forget what the lost connection had yet to send, else the next one would send it. The library sends its
         subscriptions anew.
         """
-        self._pending: list[bytes] = []
+        self._pending = []
         self._pending_data_size = 0
 
     async def watch(self, is_up: Callable[[], bool], is_closing: Callable[[], bool]) -> None:
@@ -150,6 +234,35 @@ class Client(LibraryClient):
         types.DEAD_LOOPS.inc()
         log.warning("bus_revived", reason=why)
         await self.force_reconnect()
+
+
+class _Parser:
+    """In the place of the library's."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._reader = wire.Reader(client.hand_on)
+        self.reset = self._reader.reset
+
+    async def parse(self, data: bytes = b"") -> None:
+        """What came in, taken apart; raises the library's ProtocolError."""
+        client = self._client
+        try:
+            lines = self._reader.feed(data)
+        except wire.Malformed as error:
+            raise nats.errors.ProtocolError(f"nats: {error}") from error
+        for line in lines:
+            word, _, rest = line.strip().partition(b" ")
+            if word == b"PING":
+                await client._process_ping()
+            elif word == b"PONG":
+                await client._process_pong()
+            elif word == b"-ERR":
+                await client._process_err(rest.strip().decode("utf-8", "replace").lower())
+            elif word == b"INFO":
+                await client._process_info(json.loads(rest))
+            elif word != b"+OK":
+                raise nats.errors.ProtocolError("nats: unknown protocol")
 
 
 def denied_subject(error: Exception) -> str | None:

@@ -105,7 +105,7 @@ class OrderedConsumer:
         arrived: deque[Incoming] = deque()
         wake = asyncio.Event()
 
-        async def receive(message: Incoming) -> None:
+        def receive(message: Incoming) -> None:
             arrived.append(message)
             wake.set()
 

@@ -197,7 +197,7 @@ class PullConsumer:
         except BusError:
             self._forget(token, batch)
 
-    async def _receive(self, message: Incoming) -> None:
+    def _receive(self, message: Incoming) -> None:
         if not message.reply.startswith("$JS.ACK."):
             self._status(message.headers.get("Status", ""), message)
             return

@@ -9,7 +9,7 @@ consumers are built upon this by other modules.
 import asyncio
 import secrets
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, Self
 
 import structlog
@@ -17,7 +17,7 @@ import structlog
 from contracts import subjects
 from contracts.bus import nats_client, types
 from contracts.bus.credentials import ANONYMOUS, Credentials
-from contracts.bus.handlers import Deliver, at_once, in_order, stop, within
+from contracts.bus.handlers import Deliver, at_once, contained, in_order, is_plain, stop, within
 from contracts.bus.nats_client import Client, LibraryError
 from contracts.bus.types import BusError, Handler, Incoming, NoResponder, TooLarge, Unavailable
 
@@ -104,7 +104,6 @@ class Session:
         """By that token."""
         self._denied: set[str] = set()
         """Subscriptions that the server refused, as it names them: in lower case."""
-        self._publish = self._client.publish
 
     @classmethod
     async def connect(
@@ -140,7 +139,7 @@ class Session:
                 )
                 self._up.set()
                 self._inbox = client.new_inbox() + "."
-                await client.subscribe(self._inbox + "*", cb=self._on_answer)
+                await client.subscribe_direct(self._inbox + "*", "", self._on_answer)
                 await self.barrier()
         except (TimeoutError, OSError, LibraryError) as error:
             self._closing = True
@@ -175,12 +174,18 @@ class Session:
 
         Raises TooLarge, and NoResponder while disconnected.
         """
+        if self._client.full:
+            await self._client.make_room()
+        self.send(subject, data, headers=headers, reply=reply)
+
+    def send(self, subject: str, data: bytes, *, headers: Mapping[str, str] | None = None, reply: str = "") -> None:
+        """``publish`` for what is bounded by what came in, such as answers: it does not wait for room."""
         if not self._client.is_connected:
             raise NoResponder("disconnected from the bus")
         if headers is not None or len(subject) > SUBJECT_BYTES_MAX:
             self._check_size(subject, data, headers)
         try:
-            await self._publish(subject, data, reply, headers)
+            self._client.send(subject, data, reply, headers)
         except LibraryError as error:
             raise nats_client.translated(error, subject, len(data), self.max_payload) from error
 
@@ -223,7 +228,7 @@ class Session:
         if not coming.done():
             coming.set_result(answer)
 
-    async def _on_answer(self, message: Incoming) -> None:
+    def _on_answer(self, message: Incoming) -> None:
         self._settle(message.subject[len(self._inbox) :], message)
 
     def _give_up_answers(self) -> None:
@@ -269,8 +274,11 @@ class Session:
         A plain function is called directly; a coroutine is awaited before the next message, or with ``concurrent``
         runs as an own task, at most ``limit`` at a time. What a handler raises is logged and counted, no more.
         """
-        deliver = at_once(handler, limit, self.spawn) if concurrent else in_order(handler)
-        subscription = await self.listen(subject, deliver, queue)
+        if is_plain(handler) and not concurrent:
+            subscription = await self.listen(subject, contained(handler), queue)
+        else:
+            deliver = at_once(handler, limit, self.spawn) if concurrent else in_order(handler)
+            subscription = await self._queued(subject, deliver, queue)
         try:
             await self.barrier()
             if subject.lower() in self._denied:
@@ -281,15 +289,24 @@ class Session:
             raise
         return subscription
 
-    async def listen(self, subject: str, deliver: Deliver, queue: str = "") -> Subscription:
+    async def listen(self, subject: str, take: Callable[[Incoming], None], queue: str = "") -> Subscription:
         """A subscription without a ``barrier``, enough where the same session then asks for what is to come.
-        ``deliver`` must not raise.
+        ``take`` is called as messages are read, and must not raise.
         """
-        self._check_size(subject, b"", None)
+        return await self._subscribed(subject, self._client.subscribe_direct(subject, queue, take))
+
+    async def _queued(self, subject: str, deliver: Deliver, queue: str) -> Subscription:
+        """``deliver`` is awaited for each message; meanwhile the next ones wait. It must not raise."""
+        return await self._subscribed(subject, self._client.subscribe(subject, queue=queue, cb=deliver))
+
+    async def _subscribed(self, subject: str, subscribing: Coroutine[Any, Any, Any]) -> Subscription:
         try:
-            inner = await self._client.subscribe(subject, queue=queue, cb=deliver)
+            self._check_size(subject, b"", None)
+            inner = await subscribing
         except LibraryError as error:
             raise nats_client.translated(error, subject, 0, self.max_payload) from error
+        finally:
+            subscribing.close()
         return Subscription(inner, self._subscriptions)
 
     async def barrier(self) -> None:
@@ -343,11 +360,12 @@ class Session:
         await self._client.watch(self._up.is_set, lambda: self._closing)
         await self._on_closed()
 
+    def dropped(self, inner: Any) -> None:
+        """A message found no room in the queue of a subscription."""
+        if (subscription := self._subscriptions.get(inner)) is not None:
+            subscription.count_drop()
+
     async def _on_error(self, error: Exception) -> None:
-        if isinstance(error, nats_client.SlowConsumer):
-            if (subscription := self._subscriptions.get(error.sub)) is not None:
-                subscription.count_drop()
-            return
         if (denied := nats_client.denied_subject(error)) is not None:
             self._denied.add(denied)
             if denied == self._inbox.lower() + "*":

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import prometheus_client
 
@@ -90,7 +90,9 @@ OTHER_ACCOUNT = "_R_."
 class Sender(Protocol):
     """What a message answers and acknowledges through: the session that received it."""
 
-    async def publish(self, subject: str, data: bytes) -> None: ...
+    def send(self, subject: str, data: bytes) -> None: ...
+
+    def dropped(self, inner: Any) -> None: ...
 
     async def confirm_ack(self, reply: str) -> bool: ...
 
@@ -143,14 +145,14 @@ class Incoming:
         self._place = place
         return place
 
-    async def respond(self, data: bytes) -> None:
+    def respond(self, data: bytes) -> None:
         """Answer the asker, who asks again when the answer is lost, as it is while the bus is away.
 
         To inboxes only, else a reply subject could make us publish anywhere.
         """
         if self.reply.startswith((INBOX, OTHER_ACCOUNT)):
             with contextlib.suppress(Unavailable):
-                await self._sender.publish(self.reply, data)
+                self._sender.send(self.reply, data)
         elif self.reply:
             REPLIES_REFUSED.inc()
 

@@ -96,7 +96,7 @@ class NatsIngress:
             answer = _refusal(request_id, HeadraceError("internal_error", "Something went wrong inside the service."))
         finally:
             self._under_way -= Counter((sender,))
-        await message.respond(_answer_codec.encode(answer))
+        message.respond(_answer_codec.encode(answer))
         if (delivery := log.write(answer)) is not None:
             self._deliveries.add(delivery)
 

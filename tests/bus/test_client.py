@@ -67,7 +67,7 @@ class Service:
         request = decode(message.data, type=SubmitRequest)
         self.submitted.append(request)
         act = self.script.pop(0)
-        await message.respond(encode(await act(request, f"r{len(self.submitted)}")))
+        message.respond(encode(await act(request, f"r{len(self.submitted)}")))
 
     async def _on_cancel(self, message: Incoming) -> None:
         assert subjects.tenant_of_last_token(message.subject) == TENANT
@@ -75,26 +75,26 @@ class Service:
         self.cancelled.append(request)
         if self.undurable:
             self.undurable -= 1
-            await message.respond(encode(CancelAnswer(durable=False)))
+            message.respond(encode(CancelAnswer(durable=False)))
             return
-        await message.respond(encode(CancelAnswer(durable=True, outcome="cancelled")))
+        message.respond(encode(CancelAnswer(durable=True, outcome="cancelled")))
         kept = self.kept.get(request.request_id)
         if kept and kept[-1].kind not in ("end", "error"):
             await self.send(request.request_id, [("end", EndData(outcome="cancelled", completion_tokens=2))])
 
     async def _on_status(self, message: Incoming) -> None:
-        await message.respond(encode(self.status))
+        message.respond(encode(self.status))
 
     async def _on_frames(self, message: Incoming) -> None:
         request = decode(message.data, type=FramesRequest)
         self.asked.append(request)
         kept = self.kept.get(request.request_id)
         if kept is None:
-            await message.respond(encode(FramesAnswer(known=False)))
+            message.respond(encode(FramesAnswer(known=False)))
         else:
             page = kept[request.from_seq : request.from_seq + 2]
             more = len(kept) > request.from_seq + 2
-            await message.respond(encode(FramesAnswer(known=True, frames=page, more=more)))
+            message.respond(encode(FramesAnswer(known=True, frames=page, more=more)))
 
     def _on_beat(self, message: Incoming) -> None:
         self.beats.append(decode(message.data, type=StreamOwnerHeartbeat))

@@ -111,13 +111,14 @@ async def test_a_message_lost_among_others_is_noticed_by_the_next_one(bus: Bus) 
     consumer = await follow(bus, reader.take)
     inbox = consumer._inbox
     assert inbox is not None
-    receive = inbox._inner._cb
+    takes, number = bus.session._client._direct, inbox._inner._id
+    receive = takes[number]
 
-    async def lossy(message: Incoming) -> None:
+    def lossy(message: Incoming) -> None:
         if message.data != b"2":
-            await receive(message)
+            receive(message)
 
-    inbox._inner._cb = lossy
+    takes[number] = lossy
     await store(bus, 1, 2, 3)
     await until(lambda: len(reader.numbers) == 3)
     assert reader.numbers == [1, 2, 3]
@@ -130,15 +131,11 @@ async def test_a_lost_message_is_noticed_by_the_next_heartbeat(bus: Bus) -> None
     await until(lambda: reader.numbers == [1])
     inbox = consumer._inbox
     assert inbox is not None
-    inbox._inner._cb = _deaf  # the next message gets lost on its way
+    bus.session._client._direct[inbox._inner._id] = lambda message: None  # the next message gets lost on its way
     await store(bus, 2)
     await until(lambda: consumer._inbox is not inbox)
     await store(bus, 3)
     await until(lambda: reader.numbers == [1, 2, 3])
-
-
-async def _deaf(message: Incoming) -> None:
-    pass
 
 
 async def test_a_slow_handler_holds_the_server_back_and_keeps_its_consumer(bus: Bus) -> None:

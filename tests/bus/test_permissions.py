@@ -215,7 +215,7 @@ async def operator(connect_as: As) -> Bus:
     return bus
 
 
-async def unheard(message: Incoming) -> None:
+def unheard(message: Incoming) -> None:
     """Takes a message that must not come, or does not matter."""
 
 
@@ -297,8 +297,8 @@ async def test_a_service_answers_whoever_asked_it_and_once(operator: Bus, connec
     await operator.subscribe("_INBOX.gateway-1.x", lambda message: stolen.append(message.data))
 
     async def answer(message: Incoming) -> None:
-        await message.respond(b"one")
-        await message.respond(b"two")
+        message.respond(b"one")
+        message.respond(b"two")
         await worker.publish("_INBOX.gateway-1.x", b"unasked")
 
     await worker.subscribe(subjects.frames_of("worker-0-a"), answer)
@@ -317,7 +317,7 @@ async def test_an_answer_to_a_tenant_goes_to_its_own_account_whatever_it_names(o
     answered = asyncio.Event()
 
     async def answer(message: Incoming) -> None:
-        await message.respond(b"one")
+        message.respond(b"one")
         answered.set()
 
     await gateway.subscribe(subjects.SUBMITS, answer)

@@ -168,16 +168,13 @@ async def test_a_message_sent_into_a_cut_comes_again_after_the_reconnect(bus: Bu
     puller = await worker.start(taking, recreate=True, ack_wait_s=3600)
     subscription = puller._subscription
     assert subscription is not None
-    receive = subscription._inner._cb
+    takes, number = taking.session._client._direct, subscription._inner._id
+    receive = takes[number]
     lost: list[bytes] = []
-
-    async def cut(message: Incoming) -> None:
-        lost.append(message.data)
-
-    subscription._inner._cb = cut
+    takes[number] = lambda message: lost.append(message.data)
     await publish(bus, 0)
     await until(lambda: b"0" in lost)
-    subscription._inner._cb = receive
+    takes[number] = receive
     await taking.session._client.force_reconnect()
     await until(lambda: worker.taken == [0])
 

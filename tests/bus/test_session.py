@@ -61,9 +61,9 @@ async def test_a_malformed_message_of_a_stranger_does_not_leave_the_connection_d
     await bus.subscribe("a", lambda message: got.append(message.data))
     with socket.create_connection(("127.0.0.1", nats.port)) as stranger:
         stranger.sendall(b'CONNECT {"headers":true,"verbose":false}\r\nHPUB a 8 8\r\nNATS/1.0\r\nPING\r\n')
-        await until(lambda: bus.session.reconnects == 1)
+        await until(lambda: got == [b""])
     await bus.publish("a", b"heard")
-    await until(lambda: got == [b"heard"])
+    await until(lambda: got == [b"", b"heard"])
 
 
 async def test_a_reconnect_that_died_is_started_again(nats: NatsServer, connect: Connect) -> None:
@@ -216,7 +216,7 @@ async def test_requests_end_in_an_answer_or_unavailable(nats: NatsServer, connec
     bus = await connect()
 
     async def answer(message: Incoming) -> None:
-        await message.respond(message.data + b"!")
+        message.respond(message.data + b"!")
 
     await bus.subscribe("echo", answer)
     await bus.subscribe("deaf", lambda message: None)
@@ -254,7 +254,7 @@ async def test_a_reply_subject_cannot_make_us_publish_anywhere(bus: Bus) -> None
     refused = metric("headrace_bus_replies_refused_total")
 
     async def answer(message: Incoming) -> None:
-        await message.respond(b"{}")
+        message.respond(b"{}")
 
     await bus.subscribe("echo", answer)
     await bus.session._client.publish("echo", b"", reply="attempt.v1.m.forged.1")

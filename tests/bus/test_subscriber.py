@@ -99,16 +99,16 @@ class Peer:
         await self.may_answer.wait()
         self.waiting -= 1
         kept = self.kept[request.request_id]
-        await message.respond(encode(FramesAnswer(known=True, frames=kept[request.from_seq :])))
+        message.respond(encode(FramesAnswer(known=True, frames=kept[request.from_seq :])))
 
     async def _on_status(self, message: Incoming) -> None:
         self.asked_status.append(decode(message.data, type=StatusRequest))
-        await message.respond(encode(self.status))
+        message.respond(encode(self.status))
 
     async def _on_cancel(self, message: Incoming) -> None:
         self.cancelled.append(decode(message.data, type=CancelRequest))
         answer = self.cancel_answers.pop(0) if self.cancel_answers else encode(CancelAnswer(durable=True))
-        await message.respond(answer)
+        message.respond(answer)
 
     def _on_beat(self, message: Incoming) -> None:
         self.beats.append(decode(message.data, type=StreamOwnerHeartbeat))

@@ -129,7 +129,7 @@ class World:
         request = decode(message.data, type=AdmissionRequest)
         self.admissions.append(request)
         if (decision := self.decide(request)) is not None:
-            await message.respond(encode(decision))
+            message.respond(encode(decision))
 
     def _on_request(self, message: Incoming) -> None:
         envelope = decode(message.data, type=RequestEnvelope)
@@ -142,16 +142,16 @@ class World:
         self.cancelled.append(decode(message.data, type=CancelRequest))
         durable = self.undurable == 0
         self.undurable = max(0, self.undurable - 1)
-        await message.respond(encode(CancelAnswer(durable=durable)))
+        message.respond(encode(CancelAnswer(durable=durable)))
 
     async def _on_status(self, message: Incoming) -> None:
-        await message.respond(encode(self.status))
+        message.respond(encode(self.status))
 
     async def _on_frames(self, message: Incoming) -> None:
         request = decode(message.data, type=FramesRequest)
         self.asked_frames.append(request)
         kept = [frame for frame in self.kept[request.request_id] if frame.seq >= request.from_seq]
-        await message.respond(encode(FramesAnswer(known=True, frames=kept)))
+        message.respond(encode(FramesAnswer(known=True, frames=kept)))
 
     def _on_beat(self, message: Incoming) -> None:
         self.beats.append(decode(message.data, type=StreamOwnerHeartbeat))
@@ -169,12 +169,12 @@ class World:
             workers=[worker],
             tenants=[],
         )
-        await message.respond(encode(answered))
+        message.respond(encode(answered))
 
     async def _on_usage(self, message: Incoming) -> None:
         self.usage_subjects.append(message.subject)
         self.usage_queries.append(decode(message.data, type=UsageQuery))
-        await message.respond(encode(self.usage_answer))
+        message.respond(encode(self.usage_answer))
 
     # What a worker does ---------------------------------------------------------------------------------------
 

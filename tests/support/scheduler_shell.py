@@ -124,7 +124,7 @@ class Worker:
         else:
             self.epoch = order.epoch
             answer = ControlAnswer(status="unknown" if isinstance(order, CancelAttempt) else "ok", epoch=self.epoch)
-        await message.respond(msgspec.json.encode(answer))
+        message.respond(msgspec.json.encode(answer))
 
     def told(self, kind: type[Announce | CancelAttempt | Evict]) -> list[Any]:
         return [order for order in self.orders if isinstance(order, kind)]
