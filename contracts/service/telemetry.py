@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import Any, TextIO
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import prometheus_client
@@ -25,19 +25,38 @@ CONNECTION_S = 10.0
 _API_KEY = re.compile(r"hr_[A-Za-z0-9_-]{16,}")
 
 
-class _Formatter(structlog.stdlib.ProcessorFormatter):
-    """Blots out what looks like an API key, wherever a caller put it: into a request id, a model's name, a path."""
+def _blotted(_logger: Any, _method: str, line: Any) -> str:
+    """Without what looks like an API key, wherever a caller put it: into a request id, a model's name, a path."""
+    return _API_KEY.sub("hr_***", line)
 
-    def format(self, record: logging.LogRecord) -> str:
-        return _API_KEY.sub("hr_***", super().format(record))
+
+class _Lines:
+    """Writes what our own loggers give. Not by way of ``logging``, which costs as much again for each line; as there,
+    nobody to read them is no reason to end."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._file.write(line + "\n")
+            self._file.flush()
+
+    debug = info = warning = error = critical = write
 
 
 def configure_logging(config: ServiceConfig, service: str) -> None:
     """Every log record of this process, ours and the libraries', to standard error as JSON or pretty lines."""
+
+    def name_service(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        event["service"] = service
+        return event
+
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
+        name_service,
     ]
     renderer: structlog.typing.Processor
     if config.log_format == "json":
@@ -45,22 +64,18 @@ def configure_logging(config: ServiceConfig, service: str) -> None:
         renderer = structlog.processors.JSONRenderer()
     else:
         renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    lines = _Lines(sys.stderr)
     structlog.configure(
-        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        processors=[*shared, renderer, _blotted],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(config.log_level.upper())),
-        logger_factory=structlog.stdlib.LoggerFactory(),
+        logger_factory=lambda *names: lines,
         cache_logger_on_first_use=True,
     )
-
-    def name_service(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-        event["service"] = service
-        return event
-
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
-        _Formatter(
+        structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, name_service, renderer],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer, _blotted],
         )
     )
     root = logging.getLogger()

@@ -2,8 +2,10 @@
 
 import http.client
 import io
+import json
 import logging
 import socket
+from collections.abc import Iterator
 
 import pytest
 import structlog
@@ -39,15 +41,39 @@ def ended(connection: socket.socket) -> bool:
         return True
 
 
-def test_a_key_is_blotted_out_wherever_it_stands() -> None:
-    text = io.StringIO()
-    handler = logging.StreamHandler(text)
-    handler.setFormatter(telemetry._Formatter(processor=structlog.processors.KeyValueRenderer()))
-    logger = logging.getLogger("test_telemetry")
-    logger.addHandler(handler)
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    """What a service writes to standard error."""
+    text, root, before = io.StringIO(), logging.getLogger(), structlog.get_config()
+    handlers, level = root.handlers, root.level
+    monkeypatch.setattr("sys.stderr", text)
+    telemetry.configure_logging(ServiceConfig(metrics_port=0), "test")
+    yield text
+    structlog.configure(**before)
+    root.handlers = handlers
+    root.setLevel(level)
+
+
+def test_a_key_is_blotted_out_wherever_it_stands(logged: io.StringIO) -> None:
+    logging.getLogger("library").warning("GET /hr_aBcDeFgHiJkLmNoPqRsTuV?x=hr_%s of hr_", "x" * 43)
+    structlog.get_logger().warning("ours", path="/hr_aBcDeFgHiJkLmNoPqRsTuV", headers=[{"x": f"hr_{'x' * 43}"}])
+    text = logged.getvalue()
+    assert "aBcDeFgHi" not in text and "xxxx" not in text
+    assert text.count("hr_***") == 4
+
+
+def test_lines_of_ours_and_of_libraries_are_alike_and_one_each(logged: io.StringIO) -> None:
+    logging.getLogger("library").warning("theirs\nof two lines")
     try:
-        logger.warning("GET /hr_aBcDeFgHiJkLmNoPqRsTuV?x=hr_%s of hr_", "x" * 43)
-    finally:
-        logger.removeHandler(handler)
-    assert "aBcDeFgHi" not in text.getvalue() and "xxxx" not in text.getvalue()
-    assert "hr_***" in text.getvalue()
+        raise ValueError("broken\nin two")
+    except ValueError:
+        structlog.get_logger().exception("ours", tenant="t")
+    theirs, ours = (json.loads(line) for line in logged.getvalue().splitlines())
+    assert theirs.keys() == {"event", "level", "timestamp", "service"}
+    assert ours["service"] == theirs["service"] == "test" and ours["level"] == "error"
+    assert ours["event"] == "ours" and ours["tenant"] == "t" and "ValueError: broken" in ours["exception"]
+
+
+def test_a_service_goes_on_when_nobody_reads_its_log(logged: io.StringIO) -> None:
+    logged.close()
+    structlog.get_logger().warning("unread")
