@@ -8,6 +8,7 @@ from contracts import subjects
 from contracts.bus import Bus, BusError
 from contracts.messages.base import Codec
 from contracts.messages.deliveries import DELIVERIES_MAX, Deliveries, Delivery
+from contracts.ticks import tick
 from gateway import metrics
 
 EVERY_S = 1.0
@@ -45,7 +46,7 @@ class DeliveryReports:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(EVERY_S)
+            await tick(EVERY_S)
             await self._send()
 
     async def _send(self) -> None:

@@ -3,7 +3,6 @@
 Nothing is billed by it, so nothing is kept for it: what cannot be stored soon is dropped, the oldest first.
 """
 
-import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -13,6 +12,7 @@ import structlog
 from contracts.bus import Incoming, unreadable
 from contracts.messages.base import Codec
 from contracts.messages.deliveries import Deliveries, Delivery
+from contracts.ticks import tick
 from ledger import metrics
 from ledger.core import deliveries
 from ledger.store import Away, BadValues, Store
@@ -49,7 +49,7 @@ class DeliveryIngest:
     async def run(self) -> None:
         """Insert what has come, until cancelled."""
         while True:
-            await asyncio.sleep(EVERY_S)
+            await tick(EVERY_S)
             await self._insert()
 
     async def _insert(self) -> None:

@@ -19,6 +19,8 @@ log = structlog.get_logger(__name__)
 
 LOOK_S = 5.0
 """How often is looked for what to build."""
+LOOK_IDLE_S = 60.0
+"""The same while nothing is inserted here and nothing is due: another ledger may have inserted, and died."""
 SWEEP_S = 600.0
 """How often rows of earlier builds are removed, and how old those builds are at least: no query takes so long."""
 
@@ -46,19 +48,38 @@ class Rollups:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._seen: dict[Level, dict[int, tuple[int, float]]] = {"hour": {}, "day": {}}
+        self._touched = True
+        self._idle_until = 0.0
+        """Unless something is inserted nothing is due before."""
+
+    def touched(self) -> None:
+        """Rows were inserted."""
+        self._touched = True
 
     async def run(self) -> None:
         """Look, build and sweep, for ever."""
         swept_at = time.monotonic()
         while True:
             try:
-                await self.step(time.time())
+                await self._look_if_due(time.time())
                 if time.monotonic() - swept_at >= SWEEP_S:
                     await self.sweep(time.time_ns() - int(SWEEP_S * 1e9))
                     swept_at = time.monotonic()
             except StoreError as error:
                 log.warning("rollups_not_built", error=str(error))
             await asyncio.sleep(LOOK_S)
+
+    async def _look_if_due(self, now_s: float) -> None:
+        if not self._touched and now_s < self._idle_until:
+            return
+        self._touched = False
+        try:
+            await self.step(now_s)
+        except StoreError:
+            self._touched = True
+            raise
+        over_at = [rollup_plan.over_at(level, start_s) for level, seen in self._seen.items() for start_s in seen]
+        self._idle_until = min([now_s + LOOK_IDLE_S, *over_at])
 
     async def step(self, now_s: float) -> None:
         """Build what is due: hours, then the days that have no open hour. Raises StoreError."""

@@ -107,6 +107,7 @@ class Ledger:
     async def _work(self) -> None:
         """Every duty at once, until ``stop``."""
         budgets = Budgets(self._bus, self._store, DURABLE)
+        rollups = Rollups(self._store)
         prices = Prices(self._bus, self._store)
         await prices.start()
         query_api = QueryApi(
@@ -127,6 +128,7 @@ class Ledger:
             for row in rows:
                 newest[row.tenant] = max(newest.get(row.tenant, 0), row.stream_seq)
             budgets.touched(newest)
+            rollups.touched()
             for each in collected:
                 each.attempts(rows)
 
@@ -142,7 +144,7 @@ class Ledger:
             self._state = ""
         try:
             async with asyncio.TaskGroup() as group:
-                duties = [budgets.run(), Rollups(self._store).run(), prices.run(), delivered.run(), self._purge()]
+                duties = [budgets.run(), rollups.run(), prices.run(), delivered.run(), self._purge()]
                 duties += [tracing.run()] if tracing is not None else []
                 loops = [group.create_task(duty) for duty in duties]
                 await self._stopping.wait()

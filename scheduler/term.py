@@ -1,7 +1,8 @@
 """One model during one term of ownership: what comes in, when time passes, when the term is over."""
 
 import asyncio
-from contextlib import AsyncExitStack
+import time
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from contracts.messages.control import (
 from contracts.messages.queues import QueueQuery
 from contracts.messages.records import ModelRecord
 from contracts.service.vitals import Vitals
+from contracts.ticks import next_tick_s, tick
 from scheduler.config import SchedulerConfig
 from scheduler.core import events, views
 from scheduler.core.core import Core
@@ -46,6 +48,8 @@ _encode = msgspec.json.Encoder().encode
 
 TIME_EVERY_S = 0.1
 """Period of TimePassed: deadlines are met to a tenth of a second."""
+TIME_IDLE_S = 0.5
+"""Its period while there is no request: what is spent is told twice a second, and nothing is due more often."""
 
 
 class Term:
@@ -82,6 +86,8 @@ class Term:
         self._recovery = Recovery(bus, lease, self.core, self._effects, self.feed)
         self._over = False
         self._finished = asyncio.Event()
+        self._busy = asyncio.Event()
+        """There are requests."""
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
@@ -143,6 +149,8 @@ class Term:
                 self._effects.perform(effect)
             if self.core.over:
                 self._finished.set()
+            if self.core.requests:
+                self._busy.set()
         except Exception as error:
             self._fail(error)
 
@@ -201,7 +209,7 @@ class Term:
         """Loopback heartbeats, by which the silence of others is counted."""
         number = 0
         while True:
-            await asyncio.sleep(self._config.heartbeat_s)
+            await tick(self._config.heartbeat_s)
             if not self._bus.connected:
                 continue  # What waits for a reconnect would come as a burst: seconds of silence in no time.
             beat = LoopbackHeartbeat(observer=self.core.owner, number=number, sent_at_ms=now_ms())
@@ -213,5 +221,11 @@ class Term:
 
     async def _keep_time(self) -> None:
         while True:
-            await asyncio.sleep(TIME_EVERY_S)
+            if self.core.requests or self.core.recovering:
+                await asyncio.sleep(TIME_EVERY_S)
+            else:
+                self._busy.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(next_tick_s(TIME_IDLE_S, time.monotonic())):
+                        await self._busy.wait()
             self.feed(events.TimePassed())

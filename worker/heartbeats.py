@@ -18,6 +18,7 @@ from contracts.messages.base import Codec
 from contracts.messages.control import WorkerHeartbeat, WorkerPulse
 from contracts.messages.records import Manifest
 from contracts.service.vitals import Vitals
+from contracts.ticks import next_tick_s, tick
 from worker import metrics
 from worker.core.core import WorkerCore
 from worker.engines.supervisor import SAMPLE_S, EngineSupervisor
@@ -70,7 +71,7 @@ class Heartbeats:
             pause_s = min(HEARTBEAT_S, max(BURST_S, BURST_COST * (time.monotonic() - begun)))
             await asyncio.sleep(pause_s)
             with suppress(TimeoutError):
-                async with asyncio.timeout(HEARTBEAT_S - pause_s):
+                async with asyncio.timeout(next_tick_s(HEARTBEAT_S, time.monotonic())):
                     await self._notified.wait()
 
     async def live(self, bus: Bus) -> None:
@@ -86,7 +87,7 @@ class Heartbeats:
                     await bus.publish(subjects.worker_pulse(self._served().name, worker), _pulse.encode(pulse))
                 except BusError as error:
                     _log.warning("pulse_not_sent", worker=worker, reason=str(error))
-            await asyncio.sleep(HEARTBEAT_S)
+            await tick(HEARTBEAT_S)
 
     async def _send(self) -> None:
         core, attempts, served = self._core, self._core.attempts, self._served()

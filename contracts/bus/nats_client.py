@@ -22,6 +22,7 @@ from contracts.bus import types, wire
 from contracts.bus.credentials import Credentials
 from contracts.bus.pace import Pace
 from contracts.bus.types import BusError, Incoming, Sender, TooLarge, Unavailable
+from contracts.ticks import tick
 
 # The library imports aiohttp, which it wants for websockets only: 0.2 s less in every process (measured).
 _absent = "aiohttp" not in sys.modules
@@ -124,6 +125,11 @@ class Client(LibraryClient):
                 loop.call_soon(self._write)
 
     @property
+    def server_alone(self) -> bool:
+        """Whether the server belongs to no cluster."""
+        return "cluster" not in self._server_info
+
+    @property
     def full(self) -> bool:
         """More waits to be written than is well: ``make_room`` before more is sent."""
         return self._pending_data_size > self._max_pending_size
@@ -205,7 +211,7 @@ class Client(LibraryClient):
         """
         dead_ticks = hung_ticks = 0
         while not self.is_closed:
-            await asyncio.sleep(WATCH_INTERVAL_S)
+            await tick(WATCH_INTERVAL_S)
             if is_closing():
                 continue
             if self.is_connected:

@@ -159,6 +159,11 @@ class Session:
         return self._client.is_connected
 
     @property
+    def server_alone(self) -> bool:
+        """Whether the server belongs to no cluster: all that is kept for us is kept by the one that is connected."""
+        return self._client.server_alone
+
+    @property
     def max_payload(self) -> int:
         """Largest message with headers that the server takes, in bytes."""
         return self._client.max_payload

@@ -22,6 +22,8 @@ prometheus_client.disable_created_metrics()  # A third of the page, and nobody a
 CONNECTIONS_MAX = 16
 CONNECTION_S = 10.0
 """A scrape or a probe takes some milliseconds."""
+LOOK_S = 3600.0
+"""How often the server looks whether it is to end, which it never is."""
 _API_KEY = re.compile(r"hr_[A-Za-z0-9_-]{16,}")
 
 
@@ -156,4 +158,4 @@ def serve(config: ServiceConfig, not_ready: Callable[[], str], gathered: Callabl
         return [b"" if environ["REQUEST_METHOD"] == "HEAD" else text.encode()]
 
     server = make_server(config.metrics_host, config.metrics_port, application, _Server, _Quiet)
-    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(LOOK_S,), name="metrics", daemon=True).start()

@@ -20,8 +20,9 @@ import structlog
 import uvloop
 
 from contracts.bus import Bus, BusError
+from contracts.ticks import next_tick_s
 
-PULSE_S = 0.2
+PULSE_S = 0.25
 """Period in which the main loop shows that it turns."""
 SMOOTH_S = 0.5
 """Memory of the lag: a pause of a tenth of a second, which every process has now and then, hardly shows."""
@@ -30,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 
 class Lag:
-    """How late a loop is that is to call ``turned`` each PULSE_S; whether it is *late*, with hysteresis.
+    """How late a loop is that is to call ``turned`` each PULSE_S at most; whether it is *late*, with hysteresis.
 
     Pure; times are seconds of one monotonic clock. Late above ``late_s``, on time again below half of it. One thread
     calls ``turned``, any may ask.
@@ -39,21 +40,22 @@ class Lag:
     def __init__(self, now: float, late_s: float) -> None:
         self.late = False
         self._late_s = late_s
-        self._seen = now, 0.0
-        """When the loop last turned, and the lag then: together, for another thread may look in between."""
+        self._seen = now, 0.0, now + PULSE_S
+        """When the loop last turned, the lag then, and when it is to turn again: together, for another thread may look
+        in between."""
 
-    def turned(self, now: float) -> bool:
-        """The loop turns; whether it has begun or ceased to be late."""
+    def turned(self, now: float, again_s: float = PULSE_S) -> bool:
+        """The loop turns, and is to do so again in ``again_s``; whether it has begun or ceased to be late."""
         lag_s = self.at(now)
-        self._seen = now, lag_s
+        self._seen = now, lag_s, now + again_s
         was_late, self.late = self.late, lag_s > (self._late_s / 2 if self.late else self._late_s)
         return self.late is not was_late
 
     def at(self, now: float) -> float:
         """The lag in seconds, smoothed: close to what is overdue, once that is for longer than SMOOTH_S."""
-        turned_at, lag_s = self._seen
+        turned_at, lag_s, due_at = self._seen
         passed = max(0.0, now - turned_at)
-        return lag_s + (max(0.0, passed - PULSE_S) - lag_s) * (1 - math.exp(-passed / SMOOTH_S))
+        return lag_s + (max(0.0, now - due_at) - lag_s) * (1 - math.exp(-passed / SMOOTH_S))
 
 
 class Vitals:
@@ -121,8 +123,10 @@ class Vitals:
             raise
 
     def _pulse(self) -> None:
-        self._timer = self._main.call_later(PULSE_S, self._pulse)
-        if self._lag.turned(time.monotonic()):
+        now = time.monotonic()
+        again_s = next_tick_s(PULSE_S, now)
+        self._timer = self._main.call_later(again_s, self._pulse)
+        if self._lag.turned(now, again_s):
             self._late_since = time.monotonic()
             log.warning("loop_late" if self.late else "loop_on_time", lag_ms=self.lag_ms)
             self._changed(self.late)

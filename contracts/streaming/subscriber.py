@@ -27,6 +27,7 @@ from contracts.messages.control import (
 )
 from contracts.messages.frames import EndData, ErrorData, FramesAnswer, FramesRequest, ReplyMessage
 from contracts.streaming.relay import AskFrames, AskStatus, Effects, Fail, Finish, Forward, Relay
+from contracts.ticks import tick
 
 log = structlog.get_logger(__name__)
 
@@ -371,5 +372,5 @@ def _kept(tasks: set[asyncio.Task[T]], work: Coroutine[Any, Any, T]) -> asyncio.
 async def every(pause_s: float, act: Callable[[], Awaitable[None]]) -> None:
     """``act`` each ``pause_s``, until cancelled."""
     while True:
-        await asyncio.sleep(pause_s)
+        await tick(pause_s)
         await act()

@@ -15,6 +15,7 @@ from contracts.bus import Bus, Unavailable
 from contracts.messages.base import Codec
 from contracts.messages.queues import QueueAnswer
 from contracts.messages.records import ModelRecord
+from contracts.ticks import tick
 from gateway.intake.catalog import Catalog
 from gateway.intake.shedding import Shedding
 from gateway.live import Live
@@ -72,7 +73,7 @@ class Readiness:
             self._tell_clock()
             self._live.round_ended()
             self._reasons = (found if all(found) else []) if records else ["there is no model"]
-            await asyncio.sleep(ASK_SOON_S if self._reasons else ASK_EVERY_S)
+            await tick(ASK_SOON_S if self._reasons else ASK_EVERY_S)
 
     def _tell_clock(self) -> None:
         """Once when it begins to differ, once when it does no longer."""

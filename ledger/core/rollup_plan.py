@@ -102,6 +102,11 @@ def _read_raw(raw: list[Piece], mark: Mark, from_ms: int, to_ms: int) -> None:
     raw.append(piece)
 
 
+def over_at(level: Level, start_s: int) -> float:
+    """When a period may be built at the earliest."""
+    return start_s + LENGTH_S[level] + SETTLE_S
+
+
 def due(level: Level, unbuilt: Mapping[int, int], seen: Mapping[int, tuple[int, float]], now_s: float) -> list[int]:
     """Starts of the periods to build now, in order.
 
@@ -110,7 +115,7 @@ def due(level: Level, unbuilt: Mapping[int, int], seen: Mapping[int, tuple[int, 
     ready = []
     for start_s, marks in sorted(unbuilt.items()):
         before, since_s = seen.get(start_s, (0, now_s))
-        over = now_s >= start_s + LENGTH_S[level] + SETTLE_S
+        over = now_s >= over_at(level, start_s)
         if over and (marks == before or now_s - since_s >= UNSETTLED_S_MAX):
             ready.append(start_s)
     return ready

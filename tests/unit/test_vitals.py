@@ -39,6 +39,14 @@ def test_who_is_always_a_little_late_is_late_and_recovers_only_well_below() -> N
     assert changes == [False]
 
 
+def test_who_is_late_at_instants_that_were_given_is_late_though_it_turns_often_enough() -> None:
+    lag, now = Lag(0.0, 0.1), 0.0
+    for number in range(1, 50):
+        now = number * PULSE_S + 0.12
+        lag.turned(now, PULSE_S - 0.12)
+    assert lag.late and lag.at(now) == pytest.approx(0.12, rel=0.05)
+
+
 def test_while_a_loop_stands_still_others_see_for_how_long() -> None:
     lag = Lag(0.0, 0.1)
     now, _ = turn(lag, 0.0, 10)

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import structlog
 
+from contracts.ticks import tick
 from worker.engines.base import (
     Engine,
     EngineEvent,
@@ -141,13 +142,13 @@ class EngineSupervisor:
 
     async def _sample(self) -> None:
         while True:
-            await asyncio.sleep(SAMPLE_S)
+            await tick(SAMPLE_S)
             if self.engine:
                 self._tell(EngineSampled(stats=self.engine.stats()))
 
     async def _check(self) -> None:
         while True:
-            await asyncio.sleep(CHECK_S)
+            await tick(CHECK_S)
             if (engine := self.engine) is None:
                 continue
             reason = ""
