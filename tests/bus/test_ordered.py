@@ -6,11 +6,17 @@ import time
 import pytest
 
 from contracts import topology
-from contracts.bus import Bus, Handler, Incoming, NotFound, OrderedConsumer
+from contracts.bus import Bus, Handler, Incoming, NotFound, OrderedConsumer, ordered
 from tests.support.nats_server import Connect, NatsServer
 from tests.support.polling import until
 
 STREAM = topology.ATTEMPTS
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that are alone have heartbeats ten times as far apart."""
+    monkeypatch.setattr(ordered, "HEARTBEAT_ALONE_S", ordered.HEARTBEAT_S)
 
 
 async def store(bus: Bus, *numbers: int) -> None:
