@@ -5,11 +5,12 @@ for who has the operator's credentials of the bus.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, get_args
 
 import msgspec
 
-from contracts import audit, clock, ids, registry
+from contracts import audit, clock, currency, ids, operations, registry, topology
 from contracts.audit import Actor
 from contracts.bus import Bus
 from contracts.errors import HeadraceError
@@ -19,14 +20,21 @@ from contracts.forms import (
     KeyChange,
     ModelChange,
     NewKey,
+    NewPrice,
     NewRollout,
     NewTenant,
+    RequestCancel,
     RolloutChange,
     TenantChange,
+    TrailQuery,
+    WorkerChange,
     given,
 )
 from contracts.keys import ADMIN_SCOPES, SCOPES, Peppers
-from contracts.messages.records import Alias, KeyRecord, Manifest, ModelRecord, Scope, TenantRecord
+from contracts.messages.administration import AuditEntry
+from contracts.messages.base import Outcome, Priority
+from contracts.messages.control import Hold
+from contracts.messages.records import Alias, KeyRecord, Manifest, ModelRecord, Price, Scope, TenantRecord
 from contracts.messages.rollouts import RolloutPlan
 
 
@@ -35,6 +43,51 @@ class MadeKey(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     key: str
+
+
+class HeldWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker, and whether an operator lets it take nothing."""
+
+    worker: str
+    model: str
+    held: bool
+
+
+class CancelledRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that an operator ended, and what it ended as; null where that is not known yet."""
+
+    request_id: str
+    tenant: str
+    model: str
+    outcome: Outcome | None
+
+
+class ShownQuarantined(msgspec.Struct, frozen=True, kw_only=True):
+    """A request in quarantine, without its body."""
+
+    request_id: str
+    tenant: str
+    model: str
+    quarantined_at_ms: int
+    reason: str
+
+
+class Prices(msgspec.Struct, frozen=True, kw_only=True):
+    """By model, tier and day."""
+
+    data: list[Price]
+
+
+class QuarantineList(msgspec.Struct, frozen=True, kw_only=True):
+    """Oldest first."""
+
+    data: list[ShownQuarantined]
+
+
+class Trail(msgspec.Struct, frozen=True, kw_only=True):
+    """Newest first."""
+
+    data: list[AuditEntry]
 
 
 class Administration:
@@ -178,6 +231,68 @@ class Administration:
             record.changed = await registry.want(self._bus, model, form.wanted)
         return record.changed.after
 
+    async def set_prices(self, form: NewPrice) -> Prices:
+        """Set a model's prices from a day on, until a later price begins."""
+        now_ms = clock.now_ms()
+        made = _prices(form, registry.check_day(form.valid_from or _tomorrow(now_ms), now_ms, backdate=form.backdate))
+        for price in made:
+            price = msgspec.structs.replace(price, created_at_ms=now_ms)
+            async with self._recorded("prices.set", price.model, form) as record:
+                record.changed = await registry.put_price(self._bus, price)
+        return Prices(data=made)
+
+    async def change_worker(self, name: str, form: WorkerChange) -> HeldWorker:
+        """Let a worker take nothing more, or take work again, for the life of its process."""
+        async with self._recorded("workers.change", name, form) as record:
+            beat, queue = await operations.find_worker(self._bus, form.model, name)
+            await operations.hold(self._bus, name, Hold(epoch=queue.epoch, held=form.held))
+            held = HeldWorker(worker=name, model=form.model, held=form.held)
+            record.changed = registry.Changed({"state": beat.state}, {"held": form.held})
+        return held
+
+    async def cancel_request(self, request_id: str, form: RequestCancel) -> CancelledRequest:
+        """End a request wherever it is; nobody pays for it."""
+        async with self._recorded("requests.cancel", request_id, form) as record:
+            found = await operations.open_request(self._bus, form.model, request_id)
+            outcome = await operations.cancel(self._bus, form.model, found)
+            record.changed = registry.Changed({"tenant": found.tenant, "state": found.state}, {"outcome": outcome})
+        return CancelledRequest(request_id=request_id, tenant=found.tenant, model=form.model, outcome=outcome)
+
+    async def drop_quarantined(self, request_id: str) -> ShownQuarantined:
+        """Forget a request that is in quarantine; gives it as it was."""
+        async with self._recorded("quarantine.drop", request_id) as record:
+            found = (await self.quarantined(request_id)).data
+            if not found or not await self._bus.jetstream.purge(
+                topology.QUARANTINE, operations.quarantine_subject(request_id)
+            ):
+                raise HeadraceError("not_found", f"request {request_id} is not in quarantine")
+            record.changed = registry.Changed(found[-1], None)
+        return found[-1]
+
+    async def quarantined(self, request_id: str = "*") -> QuarantineList:
+        """What is in quarantine, without bodies."""
+        return QuarantineList(
+            data=[
+                ShownQuarantined(
+                    request_id=each.request.request_id,
+                    tenant=each.request.tenant,
+                    model=each.request.model,
+                    quarantined_at_ms=each.quarantined_at_ms,
+                    reason=each.reason,
+                )
+                for each in await operations.quarantined(self._bus, request_id)
+            ]
+        )
+
+    async def prices(self) -> Prices:
+        """All that are kept."""
+        return Prices(data=await registry.prices(self._bus))
+
+    async def trail(self, form: TrailQuery) -> Trail:
+        """The newest entries of the areas that may be read, ``intended`` ones only where nothing followed."""
+        areas = [area for area, scope in AREAS.items() if scope in self._granted]
+        return Trail(data=await audit.newest(self._bus, areas, form))
+
     def _permit(self, scopes: Iterable[Scope]) -> None:
         """Nobody gives away, or manages, what it may not do itself. Raises HeadraceError."""
         beyond = (set(scopes) & set(ADMIN_SCOPES)) - self._granted
@@ -188,6 +303,27 @@ class Administration:
 
     async def _permit_on(self, identifier: str) -> None:
         self._permit((await registry.key(self._bus, identifier)).scopes)
+
+
+def _prices(form: NewPrice, day: str) -> list[Price]:
+    texts = {
+        "input": form.input,
+        "cached_input": form.cached_input or form.input,
+        "output": form.output,
+        "reasoning": form.reasoning or form.output,
+    }
+    figures = {}
+    for name, text in texts.items():
+        try:
+            figures[name] = currency.micros(text)
+        except ValueError as error:
+            raise HeadraceError("invalid_request", f"{name}: {error}", param=name) from error
+    tiers: tuple[Priority, ...] = (form.tier,) if form.tier else get_args(Priority)
+    return [Price(model=form.model, tier=tier, valid_from=day, currency=form.currency, **figures) for tier in tiers]
+
+
+def _tomorrow(now_ms: int) -> str:
+    return datetime.fromtimestamp(now_ms / 1000 + 86_400, UTC).date().isoformat()
 
 
 def _pin(name: str, version: str) -> str:
@@ -203,9 +339,9 @@ def _bare(manifest: Manifest | None) -> Manifest | None:
 
 
 class Action(msgspec.Struct, frozen=True):
-    """An action that may be asked for with a key of ``scope``."""
+    """An action that may be asked for with a key of ``scope``; None: with one of any area."""
 
-    scope: Scope
+    scope: Scope | None
     form: type[Form]
     perform: Callable[[Administration, str, Any], Awaitable[msgspec.Struct]]
 
@@ -225,5 +361,19 @@ ACTIONS: dict[str, Action] = {
     "rollouts.start": Action("admin:models", NewRollout, lambda do, name, form: do.start_rollout(name, form)),
     "rollouts.change": Action("admin:models", RolloutChange, lambda do, name, form: do.change_rollout(name, form)),
     "models.change": Action("admin:models", ModelChange, lambda do, name, form: do.change_model(name, form)),
+    "workers.change": Action("admin:models", WorkerChange, lambda do, name, form: do.change_worker(name, form)),
+    "requests.cancel": Action("admin:models", RequestCancel, lambda do, id, form: do.cancel_request(id, form)),
+    "quarantine.list": Action("admin:models", NoForm, lambda do, _, __: do.quarantined()),
+    "quarantine.drop": Action("admin:models", NoForm, lambda do, id, _: do.drop_quarantined(id)),
+    "prices.list": Action("admin:prices", NoForm, lambda do, _, __: do.prices()),
+    "prices.set": Action("admin:prices", NewPrice, lambda do, _, form: do.set_prices(form)),
+    "audit.list": Action(None, TrailQuery, lambda do, _, form: do.trail(form)),
 }
-"""What the admin service does; the rest is for who has the operator's credentials."""
+"""What the admin service does; the rest is for who has the operator's credentials. Lists are of what no gateway may
+read."""
+
+AREAS: dict[str, Scope] = {
+    **{name.partition(".")[0]: action.scope for name, action in ACTIONS.items() if action.scope is not None},
+    "logins": "admin:keys",
+}
+"""Areas of the audit trail, and the scope that reads each."""

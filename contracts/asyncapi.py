@@ -25,6 +25,7 @@ from contracts.messages.control import (
     CancelRequest,
     ControlAnswer,
     Evict,
+    Hold,
     LoopbackHeartbeat,
     StatusAnswer,
     StatusRequest,
@@ -96,7 +97,7 @@ class Channel(msgspec.Struct, frozen=True):
 
 
 _OPERATED: Sequence[Party] = ("operator", "scheduler")
-_ORDERS = (Announce, CancelAttempt, Evict, SwitchVersion)
+_ORDERS = (Announce, CancelAttempt, Evict, SwitchVersion, Hold)
 _QUERIES = (UsageQuery, LatencyQuery, InvoiceQuery, ExplainQuery, SlowestQuery)
 _ANSWERS = (UsageAnswer, LatencyAnswer, InvoiceAnswer, ExplainAnswer, SlowestAnswer)
 

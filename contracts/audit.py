@@ -6,7 +6,7 @@ second entry with the same id. Should that one not be stored, the action stands,
 
 import hashlib
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import structlog
 from contracts import clock, subjects, topology
 from contracts.bus import Bus, BusError, Incoming, OrderedConsumer, TooLarge
 from contracts.errors import HeadraceError
+from contracts.forms import TrailQuery
 from contracts.messages.administration import AuditEntry, Result, Via
 from contracts.messages.base import Codec
 from contracts.registry import Changed
@@ -140,6 +141,58 @@ def _fields(value: Any) -> dict[str, Any]:
 async def entries(bus: Bus) -> list[AuditEntry]:
     """All that are kept, oldest first."""
     return [entry async for each in bus.jetstream.read(topology.AUDIT, "audit.v1.>") if (entry := _read(each))]
+
+
+NEWEST_MAX, NEWEST_BYTES_MAX = 200, 512 << 10
+"""Of one list: half of what an answer over the bus holds."""
+_WINDOWS = (1000, 10_000, 100_000)
+"""So many of the newest messages are looked at, then more until there are enough."""
+
+
+async def newest(bus: Bus, areas: Iterable[str], query: TrailQuery) -> list[AuditEntry]:
+    """Entries of these areas, the newest first; ``intended`` ones only where nothing followed."""
+    area = query.action.partition(".")[0]
+    wanted = [each for each in areas if area in ("", each)]
+    limit = min(max(1, query.limit), NEWEST_MAX)
+    last = (await bus.jetstream.api(f"STREAM.INFO.{topology.AUDIT}"))["state"]["last_seq"]
+    found: list[AuditEntry] = []
+    for window in _WINDOWS:
+        start = max(1, last - window + 1)
+        read = [
+            entry
+            for each in wanted
+            async for message in bus.jetstream.read(topology.AUDIT, subjects.audit(each), start_seq=start)
+            if (entry := _read(message)) and _fits(entry, query)
+        ]
+        found = settled(read)
+        if len(found) >= limit or start == 1:
+            break
+    found.sort(key=lambda entry: entry.at_ms, reverse=True)
+    return _within(found[:limit], NEWEST_BYTES_MAX)
+
+
+def settled(entries: list[AuditEntry]) -> list[AuditEntry]:
+    """Without the first entries of actions of which the second is there."""
+    ended = {entry.id for entry in entries if entry.result != "intended"}
+    return [entry for entry in entries if entry.result != "intended" or entry.id not in ended]
+
+
+def _fits(entry: AuditEntry, query: TrailQuery) -> bool:
+    return (
+        query.action in ("", entry.action, entry.action.partition(".")[0])
+        and query.actor in ("", entry.actor)
+        and query.target in ("", entry.target)
+    )
+
+
+def _within(entries: list[AuditEntry], bytes_max: int) -> list[AuditEntry]:
+    """The first of them, as far as they fit."""
+    total = 0
+    for count, entry in enumerate(entries):
+        total += len(_ENTRY.encode(entry))
+        if total > bytes_max:
+            return entries[:count]
+    return entries
 
 
 async def follow(bus: Bus, tell: Callable[[AuditEntry], None]) -> OrderedConsumer:

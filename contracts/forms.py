@@ -141,3 +141,46 @@ class ModelChange(Form, frozen=True, kw_only=True):
     replicas_spare: int | msgspec.UnsetType = msgspec.UNSET
     replicas_hold_s: int | msgspec.UnsetType = msgspec.UNSET
     fallbacks: list[str] | msgspec.UnsetType = msgspec.UNSET
+
+
+class NewPrice(Form, frozen=True, kw_only=True):
+    """Prices of a model from a day on, for a million tokens, as decimal numbers: `"0.15"`."""
+
+    model: str
+    input: str
+    output: str
+    cached_input: str = ""
+    """Empty: as input."""
+    reasoning: str = ""
+    """Empty: as output."""
+    tier: Priority | None = None
+    """Null: both."""
+    valid_from: str = ""
+    """UTC day, `2027-01-01`; empty: tomorrow."""
+    currency: str = "USD"
+    backdate: bool = False
+    """Allow a day that has begun: it changes what was used already."""
+
+
+class WorkerChange(Form, frozen=True, kw_only=True):
+    """What a worker is to do."""
+
+    model: str
+    held: bool
+    """Take nothing more, and let what runs end; or take work again."""
+
+
+class RequestCancel(Form, frozen=True, kw_only=True):
+    """Where the request is."""
+
+    model: str
+
+
+class TrailQuery(Form, frozen=True, kw_only=True):
+    """Which of the newest entries of the audit trail."""
+
+    action: str = ""
+    """Only this action, `keys.create`, or area, `keys`."""
+    actor: str = ""
+    target: str = ""
+    limit: int = 100

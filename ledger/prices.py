@@ -9,11 +9,12 @@ from datetime import date
 import msgspec
 import structlog
 
+from contracts import currency as currencies
 from contracts import topology
 from contracts.bus import Bus, BusError, KvEntry, Watch
 from contracts.messages.base import Codec
 from contracts.messages.records import Price
-from ledger.core import money, queries
+from ledger.core import queries
 from ledger.store import Store, StoreError
 
 log = structlog.get_logger(__name__)
@@ -108,5 +109,5 @@ def price_row(price: Price) -> PriceRow:
     figures = (price.input, price.cached_input, price.output, price.reasoning)
     if not all(0 <= figure <= PRICE_MAX for figure in figures):
         raise ValueError("a price is negative or absurd")
-    money.digits_of(price.currency)
+    currencies.digits_of(price.currency)
     return (price.model, price.tier, price.valid_from, price.currency, *figures)

@@ -16,7 +16,7 @@ from contracts.administration import ACTIONS, Administration
 from contracts.audit import Actor
 from contracts.bus import Bus, BusError, Incoming, Subscription
 from contracts.errors import HeadraceError
-from contracts.keys import Peppers
+from contracts.keys import ADMIN_SCOPES, Peppers
 from contracts.messages.administration import (
     ActivityAnswer,
     AdminAnswer,
@@ -93,7 +93,7 @@ class AdminService:
         do = Administration(self._bus, actor, granted=key.scopes, peppers=self._peppers)
         return await action.perform(do, call.target, form)
 
-    async def _judge(self, call: AdminCall, scope: Scope) -> KeyRecord:
+    async def _judge(self, call: AdminCall, scope: Scope | None) -> KeyRecord:
         """The key of the call, as the buckets have it now; raises HeadraceError.
 
         What fails here is recorded among failed logins, whose number is bounded: any caller's key could make such calls
@@ -103,13 +103,13 @@ class AdminService:
         tenant = await registry.tenant(self._bus, records[0].tenant) if records else None
         reason = keys.failure_of(records, tenant, call.address, clock.now_ms())
         if reason is None:
-            if scope in records[0].scopes:
+            if set(records[0].scopes) & (set(ADMIN_SCOPES) if scope is None else {scope}):
                 return records[0]
             reason = "scope"
         known = records[0].id if records else ""
         await self._failures.take([FailedLogin(address=call.address, reason=reason, key_id=known)], 0)
         if reason == "scope":
-            raise HeadraceError("permission_denied", f"This API key is not for {scope}.")
+            raise HeadraceError("permission_denied", f"This API key is not for {scope or 'the administration'}.")
         raise HeadraceError("invalid_api_key", "The API key is not valid, or no longer.")
 
     async def _on_activity(self, message: Incoming) -> None:

@@ -96,13 +96,14 @@ class Heartbeats:
         metrics.observe(model, stats, in_flight=len(attempts), kv_tokens=attempts.kv_tokens)
         if not core.worker or not self._bus.connected:
             return
+        state, reason = core.shown
         heartbeat = WorkerHeartbeat(
             worker=core.worker,
             model=model,
             version=served.version,
-            state=core.state,
+            state=state,
             pinned=core.pinned,
-            reason=(core.reason or self._stage())[:REASON_MAX],
+            reason=(reason or self._stage())[:REASON_MAX],
             epoch=core.epoch,
             slots=attempts.slots_here,
             kv_tokens=attempts.kv_tokens,

@@ -140,9 +140,10 @@ class Worker:
         """Why requests would not be served; empty when they would. Any thread may ask."""
         if not self._bus.connected:
             return "not connected to NATS"
-        if self._core.state != "ready":
-            reason = self._core.reason or self._loader.stage
-            return f"{self._core.state}: {reason}" if reason else self._core.state
+        state, reason = self._core.shown
+        if state != "ready":
+            reason = reason or self._loader.stage
+            return f"{state}: {reason}" if reason else state
         return "" if self._core.worker else "joining"
 
     async def run(self) -> None:

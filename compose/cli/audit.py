@@ -54,9 +54,10 @@ def audit(
 
         return await audit.entries(bus)
 
+    from contracts.audit import settled
+
     entries = on_bus(data_dir, read)
-    ended = {entry.id for entry in entries if entry.result != "intended"}
-    found = [entry for entry in entries if wanted(entry) and (entry.result != "intended" or entry.id not in ended)]
+    found = [entry for entry in settled(entries) if wanted(entry)]
     show(found, table(HEAD, [_row(entry) for entry in found]), as_json=as_json)
 
 

@@ -28,6 +28,9 @@ def explain(
     first_token: Annotated[
         bool, typer.Option("--first-token", help="With --slowest: by the time to the first token.")
     ] = False,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="With --slowest: those that failed instead, the newest first.")
+    ] = False,
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -47,7 +50,7 @@ def explain(
         to_at_ms=until,
         tenant=tenant,
         model=model,
-        order="first_token" if first_token else "total",
+        order="failed" if failed else "first_token" if first_token else "total",
         limit=limit,
     )
     rows = on_bus(data_dir, lambda bus, _: records.slowest(bus, query))

@@ -1,14 +1,10 @@
 """``headrace price``: prices by model and tier, records in a bucket like tenants."""
 
-import time
-from datetime import UTC, datetime
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 
-from compose.cli.common import DataDirOption, JsonOption, on_bus, show, table
-from compose.stack.data_dir import ComposeError
-from contracts import clock
+from compose.cli.common import DataDirOption, JsonOption, administer, on_bus, show, table
 from contracts.messages.base import Priority
 
 app = typer.Typer(no_args_is_help=True, help="Prices by model and tier.")
@@ -37,34 +33,20 @@ def price_set(
     as_json: JsonOption = False,
 ) -> None:
     """Set a model's prices from a day on, until a later price begins."""
-    from compose.stack import records
-    from contracts.messages.records import Price
+    from contracts.forms import NewPrice
 
-    today = datetime.now(UTC).date()
-    day = start or datetime.fromtimestamp(time.time() + 86_400, UTC).date().isoformat()
-    try:
-        valid_from = datetime.strptime(day, "%Y-%m-%d").replace(tzinfo=UTC).date()
-        figures = [records.micros(text) for text in (input_price, cached or input_price, output_price)]
-        figures.append(records.micros(reasoning or output_price))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    if valid_from <= today and not backdate:
-        raise ComposeError(f"{valid_from} has begun, and what was used since would cost otherwise: say --backdate")
-    prices = [
-        Price(
-            model=model,
-            tier=each,
-            valid_from=valid_from.isoformat(),
-            currency=currency,
-            input=figures[0],
-            cached_input=figures[1],
-            output=figures[2],
-            reasoning=figures[3],
-            created_at_ms=clock.now_ms(),
-        )
-        for each in ([tier] if tier else get_args(Priority))
-    ]
-    on_bus(data_dir, lambda bus, _: records.set_prices(bus, prices))
+    form = NewPrice(
+        model=model,
+        input=input_price,
+        output=output_price,
+        cached_input=cached or "",
+        reasoning=reasoning or "",
+        tier=tier,
+        valid_from=start or "",
+        currency=currency,
+        backdate=backdate,
+    )
+    prices = administer(data_dir, lambda do: do.set_prices(form)).data
     lines = [f"price of {price.model}, {price.tier}, from {price.valid_from}" for price in prices]
     show(prices, "\n".join(lines), as_json=as_json)
 
@@ -72,16 +54,17 @@ def price_set(
 @app.command("list")
 def price_list(data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
     """All prices, for a million tokens."""
-    from compose.stack import records
+    from contracts import registry
+    from contracts.currency import shown
 
-    prices = on_bus(data_dir, lambda bus, _: records.prices(bus))
+    prices = on_bus(data_dir, lambda bus, _: registry.prices(bus))
     rows = [
         (
             price.model,
             price.tier,
             price.valid_from,
             price.currency,
-            *(records.shown(each) for each in (price.input, price.cached_input, price.output, price.reasoning)),
+            *(shown(each) for each in (price.input, price.cached_input, price.output, price.reasoning)),
         )
         for price in prices
     ]

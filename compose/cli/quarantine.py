@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from compose.cli.common import DataDirOption, JsonOption, instant, on_bus, show, table
+from compose.cli.common import DataDirOption, JsonOption, administer, instant, on_bus, show, table
 from compose.stack.data_dir import ComposeError
 
 app = typer.Typer(no_args_is_help=True, help="Requests that ended engines and are not tried again.")
@@ -16,7 +16,7 @@ RequestId = Annotated[str, typer.Argument(metavar="ID", help="Id of the request.
 @app.command("list")
 def quarantine_list(data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
     """What is in quarantine, oldest first; without bodies."""
-    from compose.stack import records
+    from contracts import operations
 
     kept: list[dict[str, Any]] = [
         {
@@ -26,7 +26,7 @@ def quarantine_list(data_dir: DataDirOption = None, as_json: JsonOption = False)
             "model": each.request.model,
             "reason": each.reason,
         }
-        for each in on_bus(data_dir, lambda bus, _: records.quarantined(bus))
+        for each in on_bus(data_dir, lambda bus, _: operations.quarantined(bus))
     ]
     rows = [list((line | {"quarantined_at_ms": instant(line["quarantined_at_ms"])}).values()) for line in kept]
     show(kept, table(("id", "since", "tenant", "model", "reason"), rows), as_json=as_json)
@@ -54,11 +54,10 @@ def quarantine_show(
     """All that is known of one, as JSON: the request, how its last attempt ended, with --key-file its body."""
     import msgspec
 
-    from compose.stack import records
-    from contracts import sealed
+    from contracts import operations, sealed
     from contracts.service.config import ConfigError, read_secret
 
-    kept = on_bus(data_dir, lambda bus, _: records.quarantined(bus, request_id))
+    kept = on_bus(data_dir, lambda bus, _: operations.quarantined(bus, request_id))
     if not kept:
         raise ComposeError(f"request {request_id} is not in quarantine")
     found: dict[str, Any] = msgspec.to_builtins(kept[-1])
@@ -77,8 +76,5 @@ def quarantine_show(
 @app.command("drop")
 def quarantine_drop(request_id: RequestId, data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
     """Forget one."""
-    from compose.stack import records
-
-    if not on_bus(data_dir, lambda bus, _: records.drop_quarantined(bus, request_id)):
-        raise ComposeError(f"request {request_id} is not in quarantine")
+    administer(data_dir, lambda do: do.drop_quarantined(request_id))
     show({"request_id": request_id, "dropped": True}, f"dropped {request_id}", as_json=as_json)

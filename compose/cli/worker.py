@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from compose.cli.common import DataDirOption, JsonOption, show, table
+from compose.cli.common import DataDirOption, JsonOption, administer, on_bus, show, table
 from compose.stack import control
 from compose.stack.control import WITHIN_S, WITHIN_S_MAX, WORKERS_MAX
 from compose.stack.data_dir import DataDir, default_data_dir
@@ -46,6 +46,35 @@ def worker_remove(
 ) -> None:
     """Stop a worker: it takes nothing more, finishes what it runs, and goes."""
     _show(ask(data_dir, control.RemoveWorker(worker, within_s)), as_json=as_json)
+
+
+@app.command("drain")
+def worker_drain(
+    worker: Annotated[str, typer.Argument(help="Its process, such as worker-1, or its name on the bus.")],
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a worker take nothing more, for the life of its process; what runs there goes on to its end."""
+    _hold(data_dir, worker, held=True, as_json=as_json)
+
+
+@app.command("resume")
+def worker_resume(
+    worker: Annotated[str, typer.Argument(help="Its process, such as worker-1, or its name on the bus.")],
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a worker that was drained take work again."""
+    _hold(data_dir, worker, held=False, as_json=as_json)
+
+
+def _hold(data_dir: Path | None, worker: str, *, held: bool, as_json: bool) -> None:
+    from contracts import operations
+    from contracts.forms import WorkerChange
+
+    model, name = on_bus(data_dir, lambda bus, _: operations.model_of_worker(bus, worker))
+    done = administer(data_dir, lambda do: do.change_worker(name, WorkerChange(model=model, held=held)))
+    show(done, f"worker {name} takes {'nothing more' if held else 'work again'}", as_json=as_json)
 
 
 def is_local(data_dir: Path | None) -> bool:

@@ -19,7 +19,14 @@ WIDE, NARROW = 100, 60
 """Characters from which on all columns are there, and below which only those without which it says nothing."""
 ROWS_MIN = 3
 """Of workers, tenants and failures, however low the screen."""
-_COLORS = {"ready": "green", "starting": "cyan", "draining": "yellow", "engine_down": "red", "failed": "red"}
+_COLORS = {
+    "ready": "green",
+    "starting": "cyan",
+    "held": "yellow",
+    "draining": "yellow",
+    "engine_down": "red",
+    "failed": "red",
+}
 
 
 def screen(seen: Seen, width: int, height: int | None = None) -> RenderableType:

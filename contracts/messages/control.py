@@ -17,13 +17,15 @@ from contracts.messages.base import (
 )
 from contracts.messages.frames import EndData, ErrorData
 
-ServiceFault = Literal["publish_unconfirmed", "relay_failed", "worker_lost", "shutdown", "gateway_lost"]
+ServiceFault = Literal[
+    "publish_unconfirmed", "relay_failed", "worker_lost", "shutdown", "gateway_lost", "operator_cancelled"
+]
 CancelReason = Literal["client_disconnected", "client_cancelled", "slow_reader"] | ServiceFault
 """Why a request is cancelled: by its caller, or because the service failed it."""
 
 SERVICE_FAULTS: frozenset[str] = frozenset(get_args(ServiceFault))
-"""Nobody is billed for these. A gateway may name them, by its own subject (subjects.gateway_cancel), and a scheduler;
-from a tenant's service they count as ``client_cancelled``.
+"""Nobody is billed for these. A gateway or the admin service may name them, by the gateways' subject
+(subjects.gateway_cancel), and a scheduler; from a tenant's service they count as ``client_cancelled``.
 """
 
 
@@ -85,8 +87,9 @@ class StatusAnswer(Message, frozen=True, kw_only=True):
     """What the frame ``last_seq`` says where that is the worker's ``end``."""
 
 
-WorkerState = Literal["starting", "ready", "draining", "engine_down", "failed"]
-"""``failed``: its version cannot be loaded, or is not what was published; it tries again."""
+WorkerState = Literal["starting", "ready", "held", "draining", "engine_down", "failed"]
+"""``held``: ready, but for an operator, who lets it take nothing. ``failed``: its version cannot be loaded, or is not
+what was published; it tries again."""
 
 
 class Progress(TokenCounts, frozen=True, kw_only=True):
@@ -201,7 +204,17 @@ class SwitchVersion(Message, frozen=True, kw_only=True, tag="switch_version"):
     version: Name
 
 
-ControlRequest = Announce | CancelAttempt | Evict | SwitchVersion
+class Hold(Message, frozen=True, kw_only=True, tag="hold"):
+    """An operator's order to a worker: take nothing more, and let what runs end (``held``), or take work again.
+
+    It holds for the life of the process, whatever name that has.
+    """
+
+    epoch: Epoch
+    held: bool
+
+
+ControlRequest = Announce | CancelAttempt | Evict | SwitchVersion | Hold
 
 
 class ControlAnswer(Message, frozen=True, kw_only=True):

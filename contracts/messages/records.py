@@ -164,9 +164,9 @@ class TenantRecord(Message, frozen=True, kw_only=True):
         return self.model_limits.get(model, self.limits)
 
 
-Scope = Literal["inference", "usage", "admin:keys", "admin:tenants", "admin:models", "admin:usage"]
-"""What a key is for. ``usage`` is the own tenant's; ``admin:models`` is models' limits and live queues; ``admin:usage``
-is every tenant's."""
+Scope = Literal["inference", "usage", "admin:keys", "admin:tenants", "admin:models", "admin:usage", "admin:prices"]
+"""What a key is for. ``usage`` is the own tenant's; ``admin:models`` is models' limits, roll-outs, what runs now and
+quarantine; ``admin:usage`` is every tenant's. Each area of the administration has its part of the audit trail."""
 
 
 class KeyRecord(Message, frozen=True, kw_only=True):

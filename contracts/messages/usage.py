@@ -239,7 +239,8 @@ class SlowestQuery(Message, frozen=True, kw_only=True):
     tenant: Name | None = None
     """None: all tenants (operators only). A subject that names a tenant overrides this."""
     model: Name | None = None
-    order: Literal["total", "first_token"] = "total"
+    order: Literal["total", "first_token", "failed"] = "total"
+    """By what they are slow; ``failed``: those that failed instead, the newest first."""
     limit: int = 5
 
 

@@ -1,4 +1,4 @@
-"""Records that people manage: tenants, API keys, models and their versions, in KV buckets that every service watches.
+"""Records that people manage: tenants, API keys, models, their versions, prices, in KV buckets that services watch.
 
 How they are checked, read and written. Who may change them, and the trail of it, is contracts.administration's: nobody
 else calls what writes here. Every function raises HeadraceError with what to change.
@@ -41,6 +41,7 @@ from contracts.registry.model_records import (
     version,
     versions,
 )
+from contracts.registry.price_records import check_day, prices, put_price
 from contracts.registry.rollout_records import (
     ShownRollout,
     find_rollout,
@@ -82,6 +83,9 @@ __all__ = [
     "find_rollout",
     "ShownRollout",
     "Changed",
+    "check_day",
+    "prices",
+    "put_price",
     "ShownKey",
     "change_key",
     "change_model",

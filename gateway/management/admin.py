@@ -1,4 +1,4 @@
-"""``/admin/v1``: tenants, keys, models' limits and live queues, for callers with a key for that area.
+"""``/admin/v1``: tenants, keys, models' limits, prices and the trail of it all, for callers with a key for that area.
 
 What is read is read here; what is changed is asked of the admin service together with the caller's key, for a gateway
 may write none of it.
@@ -7,10 +7,11 @@ may write none of it.
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
+from pydantic import BaseModel, Field
 
-from contracts import registry, subjects
-from contracts.administration import MadeKey
+from contracts import audit, registry, subjects
+from contracts.administration import MadeKey, Prices, Trail
 from contracts.bus import BusError, Unavailable
 from contracts.errors import HeadraceError
 from contracts.forms import (
@@ -19,20 +20,23 @@ from contracts.forms import (
     KeyChange,
     ModelChange,
     NewKey,
+    NewPrice,
     NewRollout,
     NewTenant,
     RolloutChange,
     TenantChange,
+    TrailQuery,
 )
-from contracts.messages.administration import AdminAnswer, AdminCall, Via
+from contracts.messages.administration import AdminAnswer, AdminCall, AuditEntry, Via
 from contracts.messages.base import NOTHING, Codec
 from contracts.messages.queues import QueueAnswer
-from contracts.messages.records import Alias, KeyRecord, ModelRecord, TenantRecord
+from contracts.messages.records import Alias, KeyRecord, ModelRecord, Price, Scope, TenantRecord
 from contracts.messages.rollouts import RolloutPlan
 from contracts.registry import ShownKey, ShownRollout
 from gateway.http.exchange import Exchange
 from gateway.http.typed import BodyReader, Listed, Name, Services, ServicesDep, TypedRoute, caller_for, refusals
 from gateway.intake.auth import secret_of
+from gateway.management.usage import Whole
 
 ASK_TIMEOUT_S = 2.0
 ADMIN_TIMEOUT_S = 15.0
@@ -41,6 +45,8 @@ ADMIN_TIMEOUT_S = 15.0
 _queues = Codec[QueueAnswer](QueueAnswer)
 _call = Codec[AdminCall](AdminCall)
 _answer = Codec[AdminAnswer](AdminAnswer)
+
+_AREAS: tuple[Scope, ...] = ("admin:tenants", "admin:keys", "admin:models", "admin:prices")
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -81,11 +87,7 @@ class Administrator:
 
 
 AdministratorDep = Annotated[Administrator, Depends()]
-TENANTS, KEYS, MODELS = (
-    [Depends(caller_for("admin:tenants"))],
-    [Depends(caller_for("admin:keys"))],
-    [Depends(caller_for("admin:models"))],
-)
+TENANTS, KEYS, MODELS, PRICES = ([Depends(caller_for(scope))] for scope in _AREAS)
 """Asked for before a body is read."""
 
 router = APIRouter(
@@ -210,6 +212,34 @@ async def change_rollout(
 ) -> RolloutPlan:
     """Pause, resume (`run`), promote or abort the open roll-out."""
     return await do.ask("rollouts.change", RolloutPlan, target=model, form=change)
+
+
+@router.get("/prices", dependencies=PRICES)
+async def prices(do: AdministratorDep) -> Listed[Price]:
+    """All prices, in whole millionths of the currency's unit for a million tokens; by model, tier and day."""
+    return Listed((await do.ask("prices.list", Prices)).data)
+
+
+@router.post("/prices", status_code=201, dependencies=PRICES)
+async def set_prices(do: AdministratorDep, new: Annotated[NewPrice, Depends(BodyReader(NewPrice))]) -> Listed[Price]:
+    """Set a model's prices from a day on, until a later price begins."""
+    return Listed((await do.ask("prices.set", Prices, form=new)).data)
+
+
+class TrailRange(BaseModel, extra="forbid"):
+    """Of ``/admin/v1/audit``."""
+
+    action: str = Field("", max_length=64, description="Only this action, `keys.create`, or area, `keys`.")
+    actor: str = Field("", max_length=64, description="Only what this key did, or `operator`.")
+    target: str = Field("", max_length=512, description="Only what was done to this tenant, key or model.")
+    limit: Whole = Field(100, ge=1, le=audit.NEWEST_MAX, description="Entries of the answer.")
+
+
+@router.get("/audit")
+async def trail(do: AdministratorDep, asked: Annotated[TrailRange, Query()]) -> Listed[AuditEntry]:
+    """Who did what, and failed logins, the newest first: of the areas that the asking key is for."""
+    form = TrailQuery(action=asked.action, actor=asked.actor, target=asked.target, limit=asked.limit)
+    return Listed((await do.ask("audit.list", Trail, form=form)).data)
 
 
 @router.get("/queues", dependencies=MODELS)

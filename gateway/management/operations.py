@@ -4,17 +4,19 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, cast
 
 import msgspec
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
 from contracts import operations
+from contracts.administration import CancelledRequest, HeldWorker, QuarantineList, ShownQuarantined
 from contracts.errors import HeadraceError
+from contracts.forms import Form, RequestCancel, WorkerChange
 from contracts.live import LiveView
 from contracts.messages.queues import REQUESTS_MAX, OpenRequest, Replicas
 from gateway.http.exchange import Exchange
-from gateway.http.typed import CallerDep, Listed, Name, Services, ServicesDep, TypedRoute, refusals
-from gateway.management.admin import MODELS
+from gateway.http.typed import BodyReader, CallerDep, Listed, Name, Services, ServicesDep, TypedRoute, refusals
+from gateway.management.admin import MODELS, AdministratorDep
 from gateway.management.usage import Whole
 
 EVENTS = "text/event-stream"
@@ -102,3 +104,37 @@ async def open_requests(
         raise HeadraceError("not_found", f"There is no model {model!r}.")
     answer = await operations.queue(services.bus, model, requests=asked.limit)
     return Listed(answer.requests)
+
+
+@router.delete("/models/{model:path}/requests/{request_id}", dependencies=MODELS, responses=refusals(404))
+async def cancel_request(do: AdministratorDep, model: Name, request_id: Name) -> CancelledRequest:
+    """End a request wherever it is, for all who read it; nobody pays for it."""
+    return await do.ask("requests.cancel", CancelledRequest, target=request_id, form=RequestCancel(model=model))
+
+
+class Held(Form, frozen=True, kw_only=True):
+    """What a worker is to do."""
+
+    held: bool
+    """Take nothing more, and let what runs end; or take work again."""
+
+
+@router.patch("/models/{model:path}/workers/{worker}", dependencies=MODELS, responses=refusals(404, 409))
+async def change_worker(
+    do: AdministratorDep, model: Name, worker: Name, change: Annotated[Held, Depends(BodyReader(Held))]
+) -> HeldWorker:
+    """Drain a worker, or let it take work again; for the life of its process."""
+    form = WorkerChange(model=model, held=change.held)
+    return await do.ask("workers.change", HeldWorker, target=worker, form=form)
+
+
+@router.get("/quarantine", dependencies=MODELS)
+async def quarantine(do: AdministratorDep) -> Listed[ShownQuarantined]:
+    """Requests that ended engines and are not tried again, without bodies; oldest first."""
+    return Listed((await do.ask("quarantine.list", QuarantineList)).data)
+
+
+@router.delete("/quarantine/{request_id}", dependencies=MODELS, responses=refusals(404))
+async def drop_quarantined(do: AdministratorDep, request_id: Name) -> ShownQuarantined:
+    """Forget a request that is in quarantine."""
+    return await do.ask("quarantine.drop", ShownQuarantined, target=request_id)

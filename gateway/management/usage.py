@@ -126,7 +126,9 @@ class OwnSlowest(BaseModel):
     )
     end: Instant = Field(None, alias="to", description=f"First instant that is left out; default: now. {_INSTANT}")
     model: str | None = Field(None, min_length=1, max_length=64, description="Only this model's requests.")
-    order: Literal["total", "first_token"] = Field("total", description="What is slow.")
+    order: Literal["total", "first_token", "failed"] = Field(
+        "total", description="What is slow; `failed`: requests that failed instead, the newest first."
+    )
     limit: Whole = Field(5, ge=1, le=SLOWEST_MAX, description="Requests of each tenant and model.")
 
     def query(self, tenant: str | None) -> SlowestQuery:

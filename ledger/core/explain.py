@@ -16,6 +16,7 @@ _WHY_CANCELLED = {
     "relay_failed": "its gateway could not get the whole answer",
     "worker_lost": "its gateway was told that the worker was lost",
     "shutdown": "its gateway was shut down",
+    "operator_cancelled": "an operator cancelled it",
     "gateway_lost": "its gateway was lost",
     "stream_owner_lost": "the service that asked for it was lost",
 }

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from contracts import currency as currencies
 from contracts import instants
 from contracts.messages.usage import Invoice, InvoiceLine
 from ledger.core import money
@@ -59,7 +60,7 @@ def make(
     before = {each: made for each, made in issued.items() if each < month} if month <= opened else {}
     lines = [*usage.lines, *_corrections(before, issued, used)]
     due_pico = sum(money.pico(line.amount) for line in lines)
-    digits = money.digits_of(currency) if currency else 2
+    digits = currencies.digits_of(currency) if currency else 2
     total = money.rounded(due_pico, digits)
     if total != due_pico:
         lines.append(InvoiceLine(kind="rounding", amount=money.decimal(total - due_pico)))

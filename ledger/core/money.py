@@ -3,24 +3,8 @@
 A price of one millionth of the unit for a million tokens is one picounit for one token.
 """
 
-from iso4217 import Currency
-
 UNIT_PICO = 10**12
 MICRO_PICO = 10**6
-
-
-def digits_of(currency: str) -> int:
-    """Decimal places of the currency's smallest coin, 0 to 4, as ISO 4217 lists them: 2 for ``USD``, 0 for ``JPY``.
-
-    Raises ValueError for anything that is no code of a currency that is paid with.
-    """
-    try:
-        exponent = Currency(currency).exponent
-    except ValueError:
-        exponent = None  # metals and funds have a code and no coin
-    if exponent is None:
-        raise ValueError(f"{currency!r} is no currency: say its code of ISO 4217, three capital letters, such as USD")
-    return exponent
 
 
 def decimal(pico: int) -> str:

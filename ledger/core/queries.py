@@ -314,6 +314,8 @@ def slowest(query: SlowestQuery) -> Query:
         if value is not None:
             where += f" AND {name} = {{{name}:String}}"
             parameters[name] = value
+    if query.order == "failed":
+        return Query(_FAILED.format(where=where), parameters)
     attempts, delivery = _SLOW[query.order]
     text = (
         "SELECT toString(request_id) FROM (SELECT request_id, max(ms) AS slow, any(t) AS of, any(m) AS by FROM ("
@@ -326,6 +328,14 @@ def slowest(query: SlowestQuery) -> Query:
     )
     return Query(text, parameters)
 
+
+_FAILED = (
+    "SELECT toString(request_id) FROM (SELECT request_id, any(tenant) AS of, any(model) AS by, max(ended_at) AS at,"
+    " argMax(outcome, attempt) AS last FROM attempts FINAL WHERE {where} GROUP BY request_id)"
+    " WHERE last IN ('failed', 'lost', 'expired') ORDER BY at DESC, request_id"
+    " LIMIT {{limit:UInt64}} BY of, by LIMIT {{all:UInt64}}"
+)
+"""By how the last attempt ended, which is how the request did."""
 
 _HAPPENED = "toUnixTimestamp64Milli({}) > 0"
 _SPAN = "greatest(0., toFloat64(toUnixTimestamp64Milli({1}) - toUnixTimestamp64Milli({0})))"

@@ -40,15 +40,15 @@ class World:
         made = await self.do.create_key(NewKey(tenant=self.tenant, scopes=scopes, **fields))
         return made.id, made.key
 
-    async def ask(self, action: str, secret: str, target: str = "", **form: Any) -> AdminAnswer:
+    async def ask(self, verb: str, secret: str, of: str = "", /, **form: Any) -> AdminAnswer:
         call = AdminCall(
-            secret=secret, address=ADDRESS, request_id="r", target=target, form=msgspec.Raw(json.dumps(form).encode())
+            secret=secret, address=ADDRESS, request_id="r", target=of, form=msgspec.Raw(json.dumps(form).encode())
         )
-        data = await self.bus.request(subjects.admin_call(action), msgspec.json.encode(call), timeout_s=10)
+        data = await self.bus.request(subjects.admin_call(verb), msgspec.json.encode(call), timeout_s=10)
         return msgspec.json.decode(data, type=AdminAnswer)
 
-    async def code(self, action: str, secret: str, target: str = "", **form: Any) -> str:
-        answer = await self.ask(action, secret, target, **form)
+    async def code(self, verb: str, secret: str, of: str = "", /, **form: Any) -> str:
+        answer = await self.ask(verb, secret, of, **form)
         return answer.error.code if answer.error else ""
 
     async def trail(self) -> list[AuditEntry]:
@@ -367,3 +367,53 @@ async def test_what_nobody_could_read_is_not_written(world: World) -> None:
     with pytest.raises(HeadraceError, match="more than is kept"):
         await world.do.change_tenant(world.tenant, TenantChange(models=[f"m{number}" for number in range(100_001)]))
     assert await registry.tenant(world.bus, world.tenant) is not None
+
+
+async def test_the_trail_is_read_by_area_newest_first(world: World) -> None:
+    _, tenants = await world.key("admin:tenants")
+    _, keys = await world.key("admin:keys")
+    _, prices = await world.key("admin:prices")
+    for weight in (3, 4):
+        assert await world.code("tenants.change", tenants, world.tenant, weight=weight) == ""
+
+    async def seen(secret: str, **form: Any) -> list[dict[str, Any]]:
+        answer = await world.ask("audit.list", secret, **form)
+        assert answer.error is None
+        found: list[dict[str, Any]] = json.loads(bytes(answer.result))["data"]
+        return found
+
+    changes = await seen(tenants, target=world.tenant, action="tenants")
+    assert [entry["after"] for entry in changes[:2]] == [{"weight": 4.0}, {"weight": 3.0}]
+    assert {entry.get("result") for entry in changes} == {"done"}, "what was intended and done is one line"
+    assert len(await seen(tenants, limit=1)) == 1
+    assert {entry["action"].partition(".")[0] for entry in await seen(keys)} <= {"keys", "logins"}
+    assert {entry["action"].partition(".")[0] for entry in await seen(prices)} <= {"prices"}
+    assert await seen(keys, action="tenants") == [], "another area is not there for it"
+    _, caller = await world.key("inference")
+    assert await world.code("audit.list", caller) == "permission_denied"
+
+
+async def test_prices_are_set_by_their_own_scope_and_checked(world: World) -> None:
+    _, secret = await world.key("admin:prices")
+    _, other = await world.key("admin:models", "admin:usage")
+    price = {"model": f"m-{world.tenant}", "input": "0.15", "output": "0.6"}
+    assert await world.code("prices.set", other, **price) == "permission_denied"
+    assert await world.code("prices.set", secret, **price, valid_from="2026-01-01") == "invalid_request", "it has begun"
+    assert await world.code("prices.set", secret, **price | {"input": "1e99"}) == "invalid_request"
+    assert await world.code("prices.set", secret, **price, currency="XAU") == "invalid_request"
+    assert await world.code("prices.set", secret, **price, valid_from="2026-01-01", backdate=True) == ""
+    listed = json.loads(bytes((await world.ask("prices.list", secret)).result))["data"]
+    ours = [each for each in listed if each["model"] == price["model"]]
+    assert [(each["tier"], each["input"], each["cached_input"]) for each in ours] == [
+        ("batch", 150_000, 150_000),
+        ("interactive", 150_000, 150_000),
+    ]
+
+
+async def test_quarantine_is_looked_at_and_cleared_by_way_of_the_admin_service(world: World) -> None:
+    _, secret = await world.key("admin:models")
+    assert await world.code("quarantine.list", secret) == ""
+    assert await world.code("quarantine.drop", secret, "no-such-request") == "not_found"
+    assert await world.code("quarantine.drop", secret, "*") == "not_found", "no wildcard"
+    _, caller = await world.key("usage")
+    assert await world.code("quarantine.list", caller) == "permission_denied"

@@ -145,7 +145,9 @@ MAY_PUBLISH: dict[str, set[str]] = {
     | read("REQUESTS", "WORK", "ATTEMPTS", "BODIES")
     | taken("REQUESTS")
     | {"audit", "rollout", "copy of a request"}
-    | kept("leases", "spending", *ADMINISTERED)
+    | {"queues", "cancel T1 as a gateway", "QUARANTINE purged"}
+    | read("AUDIT", "QUARANTINE")
+    | kept("leases", "spending", "prices", *ADMINISTERED)
     | watched("tenants", "budgets", "spending", "models", "versions", "rollouts")
     | REPLIES
     | SEEN,

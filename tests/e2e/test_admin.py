@@ -238,3 +238,67 @@ def test_live_queues_show_who_waits(start_stack: StartStack) -> None:
 def _slow(stack: Stack) -> None:
     with stack.client() as client:
         assert ask(client, stack.model, max_tokens=100).status_code == 200
+
+
+def test_a_worker_is_drained_and_takes_work_again(start_stack: StartStack) -> None:
+    stack = start_stack("--workers", "2")
+
+    def states() -> dict[str, str]:
+        with stack.admin() as admin:
+            [model] = admin.get("/admin/v1/live").json()["models"]
+            return {each["worker"]: each["state"] for pool in model["pools"] for each in pool["workers"]}
+
+    first, second = sorted(wait_until(lambda: len(found := states()) == 2 and found, "both are seen"))
+    path = f"/admin/v1/models/{stack.model}/workers/{first}"
+    with stack.client() as client, stack.admin() as admin:
+        assert admin.patch(path, json={"held": True}).json()["held"] is True
+        wait_until(lambda: states() == {first: "held", second: "ready"}, "one is held")
+        for _ in range(4):
+            asked = ask(client, stack.model)
+            assert asked.status_code == 200
+            text = stack.cli("explain", asked.headers["x-request-id"]).stdout
+            assert first not in text
+        assert admin.patch(path + "x", json={"held": True}).status_code == 404
+        assert admin.patch(path, json={"hold": True}).status_code == 400
+    assert stack.cli_json("worker", "resume", "worker-0")["held"] is False
+    wait_until(lambda: set(states().values()) == {"ready"}, "it takes work again")
+    changes = [entry for entry in stack.cli_json("audit", "--action", "workers.change") if entry["result"] == "done"]
+    assert [(entry["via"], entry["after"]) for entry in changes] == [("api", {"held": True}), ("cli", {"held": False})]
+
+
+def test_an_operator_ends_a_request_and_nobody_pays_for_it(stack: Stack, admin: httpx.Client) -> None:
+    slow = {"tokens": ["x "] * 500, "itl_ms": 20}
+    answers: list[str] = []
+
+    def caller() -> None:
+        with stack.client(key) as client:
+            answers.append(ask(client, stack.model, stream=True, max_tokens=500, simulate=slow).text)
+
+    stack.cli_json("tenant", "create", "ended")
+    key = new_key(stack, "ended")
+    requests = f"/admin/v1/models/{stack.model}/requests"
+
+    def open_ones() -> list[dict[str, Any]]:
+        return [row for row in admin.get(requests, params={"limit": 200}).json()["data"] if row["tenant"] == "ended"]
+
+    for end in ("api", "cli"):
+        thread = threading.Thread(target=caller)
+        thread.start()
+        found = wait_until(lambda: [row for row in open_ones() if row["completion_tokens"]], "it has tokens")[0]
+        if end == "api":
+            done = admin.delete(f"{requests}/{found['request_id']}").json()
+        else:
+            done = stack.cli_json("cancel", found["request_id"])
+        assert (done["tenant"], done["outcome"]) == ("ended", "cancelled")
+        thread.join()
+        assert '"error"' in answers[-1] and "[DONE]" not in answers[-1]
+        assert admin.delete(f"{requests}/{found['request_id']}").status_code == 404
+        text = wait_until(lambda id=found["request_id"]: explained(stack, id), "the ledger has it")  # type: ignore[misc]
+        assert "an operator cancelled it" in text
+    rows = stack.cli_json("usage", "--by", "tenant")["data"]
+    assert [row["completion_tokens"] for row in rows if row["tenant"] == "ended"] == [0]
+
+
+def explained(stack: Stack, request_id: str) -> str:
+    done = stack.cli("explain", request_id)
+    return done.stdout if done.returncode == 0 else ""

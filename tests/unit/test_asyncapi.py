@@ -24,6 +24,8 @@ NO_CHANNEL = {
     ),
     *(
         "requests_of",
+        "worker_heartbeats_of",
+        "attempts_of_request",
         "bodies_of",
         "request_of_body",
         "work_of",

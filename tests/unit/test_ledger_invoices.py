@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from contracts import instants
+from contracts import currency, instants
 from contracts.messages.usage import Invoice, InvoiceLine
 from ledger.core import invoices, money
 
@@ -26,13 +26,13 @@ def test_money_is_written_exactly() -> None:
 
 @pytest.mark.parametrize(("code", "digits"), [("USD", 2), ("JPY", 0), ("KWD", 3), ("EUR", 2), ("CLF", 4), ("IQD", 3)])
 def test_a_currency_has_the_digits_of_iso_4217(code: str, digits: int) -> None:
-    assert money.digits_of(code) == digits
+    assert currency.digits_of(code) == digits
 
 
 @pytest.mark.parametrize("code", ["usd", "", "EURO", "=1+1", "XAU", "XXX", "US D", "840", "\u202eUSD"])
 def test_what_is_no_currency_is_refused_with_a_word_why(code: str) -> None:
     with pytest.raises(ValueError, match="ISO 4217"):
-        money.digits_of(code)
+        currency.digits_of(code)
 
 
 def row(tokens: int, price: int = 3, model: str = "m", since: str = "2026-01-01") -> tuple[Any, ...]:

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.messages.base import Epoch
-from contracts.messages.control import SERVICE_FAULTS, Announce, CancelAttempt, ControlRequest, Evict, SwitchVersion
+from contracts.messages.control import (
+    SERVICE_FAULTS,
+    Announce,
+    CancelAttempt,
+    ControlRequest,
+    Evict,
+    Hold,
+    SwitchVersion,
+)
 from contracts.messages.frames import EndData, ErrorData
 from contracts.messages.request import Reply, RequestEnvelope, WorkItem
 from worker.core import attempts, outcomes
@@ -790,3 +798,32 @@ def test_a_worker_that_is_told_to_stop_switches_no_more() -> None:
     world.end(("r1", 1))
     assert LoadVersion not in kinds(world.decide(("r1", 1)))
     assert world.core.state == "draining"
+
+
+# Held by an operator ----------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_held_takes_nothing_more_and_what_runs_goes_on() -> None:
+    world = World(slots=1)
+    running = world.pull(item("r1"))
+    waiting = world.pull(item("r2"))
+    assert kinds(world.ask(Hold(epoch=Epoch(1, 1), held=True), 1))[0] is AnswerControl
+    assert world.core.shown[0] == "held" and world.core.credit() == 0 and world.core.state == "ready"
+    assert [attempt.item.request.request_id for attempt in world.core.attempts if attempt.stage == "running"] == ["r1"]
+    del running, waiting
+    late = world.pull(item("r3"))
+    assert [each.event.error_code for each in late if isinstance(each, StoreEvent)] == ["shutting_down"]
+    world.ask(Hold(epoch=Epoch(1, 1), held=False), 2)
+    assert world.core.shown == ("ready", "")
+
+
+def test_an_engine_that_dies_while_its_worker_is_held_is_made_again() -> None:
+    world = World()
+    world.ask(Hold(epoch=Epoch(1, 1), held=True), 1)
+    assert RebuildEngine in kinds(world.step(EngineLost(reason="died")))
+    states = [world.core.shown[0]]
+    world.step(EngineStarted(slots=2, kv_tokens=1000))
+    states.append(world.core.shown[0])
+    assert states == ["engine_down", "held"] and world.core.credit() == 0
+    world.ask(Hold(epoch=Epoch(1, 1), held=False), 2)
+    assert world.core.credit() == 2

@@ -17,6 +17,7 @@ from contracts.messages.control import (
     CancelAttempt,
     ControlAnswer,
     Evict,
+    Hold,
     Progress,
     SwitchVersion,
     WorkerState,
@@ -54,6 +55,8 @@ class WorkerCore:
         self.state: WorkerState = "starting"
         self.reason = ""
         """Why it is not ready; of one that is ready, why it did not switch."""
+        self.held = False
+        """An operator lets it take nothing."""
         self.pinned = pinned
         """It was started for its version by name, and has had no order to serve one."""
         self._version = version
@@ -76,9 +79,18 @@ class WorkerCore:
 
     def credit(self) -> int:
         """Attempts that may be pulled now; none while one waits here: what is in WORK can be taken back."""
-        if self.state != "ready" or self.attempts.waiting or not self.worker:
+        if self.state != "ready" or self.held or self.attempts.waiting or not self.worker:
             return 0
         return self.attempts.free_slots
+
+    @property
+    def shown(self) -> tuple[WorkerState, str]:
+        """State and reason, as others are told."""
+        return (
+            ("held", "an operator lets it take nothing")
+            if self.held and self.state == "ready"
+            else (self.state, self.reason)
+        )
 
     @property
     def engine_idle_samples(self) -> int:
@@ -160,7 +172,7 @@ class WorkerCore:
 
     def _refusal(self, request: RequestEnvelope) -> AttemptOutcome | None:
         """Why an attempt cannot start here, though it may elsewhere."""
-        if self.state == "draining":
+        if self.state == "draining" or self.held:
             return outcomes.SHUTTING_DOWN
         if self.state != "ready":
             return outcomes.NO_ENGINE
@@ -262,6 +274,9 @@ class WorkerCore:
             case SwitchVersion():
                 self._answer(event.asker, "ok")
                 self._switch(request.version)
+            case Hold():
+                self._answer(event.asker, "ok")
+                self._hold(request.held)
 
     def _cancel(self, key: Key, asker: Any, reason: str) -> None:
         if attempt := self.attempts.get(key):
@@ -330,6 +345,12 @@ class WorkerCore:
             self._load(self._previous, previous="")
         else:
             self.state, self.reason = "failed", reason
+        self._effects.append(events.SendHeartbeat())
+
+    def _hold(self, held: bool) -> None:
+        self.held = held
+        if held:
+            self._end_each(self.attempts.not_started(), outcomes.SHUTTING_DOWN)
         self._effects.append(events.SendHeartbeat())
 
     def _drain(self) -> None:
