@@ -69,6 +69,10 @@ class SimulatedVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """The engine arguments of a simulated version's manifest: what is wrong with it, for tests of roll-outs."""
 
     fails_to_start: bool = False
+    starts_after_ms: _Span = 0.0
+    """How long its engine takes to start."""
+    fails: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """Share of attempts that end with an error."""
     counts_as: str = ""
     """The tokenizer fingerprint that its engine finds, in place of the manifest's."""
 

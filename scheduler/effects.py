@@ -383,6 +383,7 @@ class Effects:
             try:
                 msg_id = f"{event.id}.{event.news}.{event.share}.{event.at_ms}"
                 await self._bus.jetstream.store(subjects.rollout(event.model), _encode(event), msg_id=msg_id)
+                metrics.count_news(event.model, event.news)
                 return
             except BusError as error:
                 log.warning("rollout_not_told", model=event.model, reason=str(error))

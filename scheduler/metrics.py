@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from contracts.histograms import Histogram
 from contracts.messages.request import WorkItem
+from contracts.messages.rollouts import RolloutNews
 from contracts.workload import LABELS, scope
 from scheduler.core.core import Core
 
@@ -21,6 +22,12 @@ _queue_time = Histogram(
 _SOON = ("overloaded", "rate_limit_exceeded")
 """Codes of refusals that are shown before the first."""
 _retries = cache(Counter("headrace_retries", "Dispatches of a request after its first", ("model",)).labels)
+_news = cache(Counter("headrace_rollout_news", "What was told of roll-outs", ("model", "news")).labels)
+
+
+def count_news(model: str, news: RolloutNews) -> None:
+    """It stands in the stream ROLLOUT_EVENTS."""
+    _news(model, news).inc()
 
 
 def count_dispatch(item: WorkItem) -> None:
@@ -115,6 +122,8 @@ class Collector:
             silence.add_metric([core.model], max(missed, default=0) * self._heartbeat_s)
             lost.add_metric([core.model], core.lost_workers)
             _retries(core.model)  # From the beginning, like the refusals: an increase from nothing is none.
+            for news in ("stopped", "bad_worker"):
+                _news(core.model, news)
             for code, count in (dict.fromkeys(_SOON, 0) | core.refusals).items():
                 refusals.add_metric([core.model, code], count)
             for stream, count in core.mended.items():

@@ -34,6 +34,8 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     sim_itl_ms: Annotated[float, Meta(ge=0)] = 20.0
     """Between two tokens of one of its sequences."""
     sim_context: Count = 1_048_576
+    sim_fails: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Share of attempts that end with an error here, whatever the version: a bad worker, for tests."""
 
     vllm_slots: Count = 32
     vllm_kv_cache_bytes: Count = 256 << 20

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import msgspec
@@ -102,13 +102,14 @@ def check_path(path: str) -> None:
 
 
 def check_contents(file: Path, path: str) -> None:
-    """Raises BadArtifact for what would run code, or is not what its name says."""
-    if file.suffix.lower() == WEIGHTS:
+    """Raises BadArtifact for what would run code, or is not what its name says. ``file`` may have another name."""
+    suffix = PurePath(path).suffix.lower()
+    if suffix == WEIGHTS:
         check_safetensors(file, path)
         return
     if file.stat().st_size > COMPANION_BYTES_MAX:
         raise BadArtifact(f"{path} is larger than {COMPANION_BYTES_MAX >> 20} MiB, and no weights")
-    if file.suffix.lower() == ".json":
+    if suffix == ".json":
         try:
             content = json.loads(file.read_bytes())
         except (ValueError, RecursionError) as error:

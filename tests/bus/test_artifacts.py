@@ -96,6 +96,22 @@ async def test_what_was_published_is_fetched_byte_for_byte(
     assert (tmp_path / "cache" / "artifacts").stat().st_mode & 0o777 == 0o700
 
 
+async def test_what_is_fetched_is_checked_by_its_name_in_the_version(
+    bus: Bus, model: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the cache files have other names: large weights are weights there, too, and code that is named is found."""
+    monkeypatch.setattr("contracts.artifacts.files.COMPANION_BYTES_MAX", PART)
+    manifest = await publish_to(BusParts(bus), model)
+    await cache.fetch(manifest, source_of(manifest, bus))
+    files = publishable(model)
+    files["config.json"].write_text('{"auto_map": {"AutoModel": "evil.Model"}}')
+    artifacts = publish.described(files, quiet)
+    await publish.upload(BusParts(bus), files, artifacts, quiet)
+    manifest = manifest_of(artifacts)
+    with pytest.raises(BadArtifact, match=r"config\.json names code to run \(auto_map\)"):
+        await cache.fetch(manifest, source_of(manifest, bus))
+
+
 async def test_a_plain_directory_is_served_where_it_lies(bus: Bus, model: Path, cache: Cache, tmp_path: Path) -> None:
     (model / "README.md").write_text("not published")
     manifest = manifest_of(publish.described(publishable(model), quiet), path=str(model))

@@ -17,7 +17,7 @@ from contracts.messages.rollouts import SHADOW_TENANT, RolloutEvent
 from contracts.registry import ShownRollout
 from scheduler import recovery
 from scheduler.service import Scheduler
-from tests.support.polling import until
+from tests.support.polling import metric, until
 from tests.support.scheduler_shell import MANIFEST, MODEL, Shell
 
 V2 = msgspec.structs.replace(MANIFEST, version="v2")
@@ -110,6 +110,7 @@ async def test_promotion_makes_the_version_stable_and_is_audited(shell: Shell, d
     await serving(shell)
     await do.start_rollout(MODEL, HALF)
     await shown(shell.bus, "live")
+    before = metric("headrace_rollout_news_total", model=MODEL, news="promoted")
     await do.change_rollout(MODEL, RolloutChange(wanted="promote"))
     await shown(shell.bus, "promoted")
     assert (await registry.model(shell.bus, MODEL)).stable == "v2"
@@ -117,6 +118,7 @@ async def test_promotion_makes_the_version_stable_and_is_audited(shell: Shell, d
     assert [event.news for event in await until(lambda: _told(shell.bus, 2), "both are stored")] == [
         *("started", "promoted")
     ]
+    assert metric("headrace_rollout_news_total", model=MODEL, news="promoted") == before + 1
     with pytest.raises(HeadraceError, match="serves v2 already"):
         await do.start_rollout(MODEL, HALF)
 

@@ -37,7 +37,7 @@ SEEN = {
     "test_a_worker_that_dies_before_the_first_token": ["worker dies before the first token"],
     "test_a_worker_that_dies_after_tokens": ["worker dies after tokens were sent"],
     "test_a_worker_that_freezes_and_wakes": ["worker freezes and wakes later"],
-    "test_an_engine_that_fails": ["engine fails inside a live worker", "new version misbehaves"],
+    "test_an_engine_that_fails": ["engine fails inside a live worker", "a version misbehaves outside of a roll-out"],
     "test_an_engine_that_hangs": ["engine hangs or dies inside a live worker"],
     "test_a_request_that_kills_workers": ["request that kills engines"],
     "test_a_queue_that_callers_leave_and_time_runs_out_in": [

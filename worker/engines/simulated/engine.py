@@ -7,6 +7,7 @@ A request's field ``simulate`` (contracts.simulated) is obeyed.
 import asyncio
 import math
 import os
+import random
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
@@ -42,6 +43,8 @@ class SimulatedEngine:
         self._model = manifest.name
         self._adapters: set[str] = set()
         self._version = msgspec.convert(manifest.engine_arguments, SimulatedVersion)
+        self._fails = max(self._version.fails, config.sim_fails)
+        self._rng = random.Random(manifest.version)  # noqa: S311
         self._prefill_tps = config.sim_prefill_tps
         self._itl_ms = config.sim_itl_ms
         self._exit_process = exit_process
@@ -54,6 +57,7 @@ class SimulatedEngine:
     async def start(self) -> None:
         if self._version.fails_to_start:
             raise EngineFailure("engine_error", "the engine does not start, as its version says", retryable=True)
+        await asyncio.sleep(self._version.starts_after_ms / 1000)
         self._loop = asyncio.get_running_loop()
         self._batch = Batch(slots=self.slots, kv_tokens=self.kv_tokens, prefill_tps=self._prefill_tps)
 
@@ -91,6 +95,8 @@ class SimulatedEngine:
         if request.simulate.block_ms:
             time.sleep(request.simulate.block_ms / 1000)  # noqa: ASYNC251
         batch = self._living_batch()
+        if self._rng.random() < self._fails:
+            raise EngineFailure("engine_error", "the attempt fails, as its engine was told")
         if job.adapter and job.adapter not in self._adapters:
             raise EngineFailure("unavailable", "the adapter is not loaded", retryable=True)
         answer = ChunkWriter(job, request, model=job.adapter or self._model, created=int(time.time()))
