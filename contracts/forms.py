@@ -136,6 +136,7 @@ class ModelChange(Form, frozen=True, kw_only=True):
     body_bytes: int | msgspec.UnsetType = msgspec.UNSET
     tenant_body_bytes: int | msgspec.UnsetType = msgspec.UNSET
     kv_overbooking: float | msgspec.UnsetType = msgspec.UNSET
+    cached_input_share: float | msgspec.UnsetType = msgspec.UNSET
     replicas_min: int | msgspec.UnsetType = msgspec.UNSET
     replicas_max: int | msgspec.UnsetType | None = msgspec.UNSET
     replicas_spare: int | msgspec.UnsetType = msgspec.UNSET

@@ -64,6 +64,10 @@ GAUGES: dict[str, tuple[str, Callable[[Core], float]]] = {
         "Those of them that are in use.",
         lambda core: sum(worker.beat.kv_tokens_used for worker in list(core.pool.workers.values())),
     ),
+    "headrace_prefix_blocks": (
+        "Blocks of 64 prompt tokens that the workers' caches are expected to hold.",
+        lambda core: core.pool.placement.index.blocks,
+    ),
 }
 """Name -> (help, figure of one model)."""
 
@@ -132,8 +136,26 @@ class Collector:
                 ended.add_metric([core.model, outcome], count)
             for process, ahead_ms in core.clocks.ahead_ms().items():
                 skew.add_metric([core.model, process], ahead_ms / 1000)
+        yield from _prefixes(cores)
         yield from _rollouts(cores)
         yield from (desired, needed, silence, lost, refusals, mended, ended, skew)
+
+
+def _prefixes(cores: list[Core]) -> Iterator[Metric]:
+    """What placement expected of the workers' caches, and what was there."""
+    families = [
+        CounterMetricFamily(f"headrace_prefix_{name}_tokens", text, labels=["model"])
+        for name, text in (
+            ("prompt", "Of ended attempts that had a token."),
+            ("expected", "Those expected in their worker's cache when it was chosen."),
+            ("cached", "Those that its engine found there."),
+        )
+    ]
+    for core in cores:
+        found = core.pool.placement.found
+        for family, tokens in zip(families, (found.prompt, found.expected, found.cached), strict=True):
+            family.add_metric([core.model], tokens)
+    yield from families
 
 
 def _rollouts(cores: list[Core]) -> Iterator[Metric]:

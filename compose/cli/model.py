@@ -141,6 +141,9 @@ def model_limits(
     body_bytes: Annotated[int | None, typer.Option(min=0, help="Of open requests' large bodies.")] = None,
     tenant_body_bytes: Annotated[int | None, typer.Option(min=0, help="One tenant's share.")] = None,
     kv_overbooking: Annotated[float | None, typer.Option(help="Reserved KV tokens over real ones.")] = None,
+    cached_input_share: Annotated[
+        float | None, typer.Option(help="Of a cached prompt token in the limit of input tokens, 0 to 1.")
+    ] = None,
     replicas_min: Annotated[int | None, typer.Option(min=0, help="Workers at least; 0: none while idle.")] = None,
     replicas_max: Annotated[str | None, typer.Option(help="Workers at most; 'none' for no bound.")] = None,
     replicas_spare: Annotated[int | None, typer.Option(min=0, help="Workers beyond those that are needed.")] = None,
@@ -162,6 +165,7 @@ def model_limits(
         "body_bytes": body_bytes,
         "tenant_body_bytes": tenant_body_bytes,
         "kv_overbooking": kv_overbooking,
+        "cached_input_share": cached_input_share,
         "replicas_min": replicas_min,
         "replicas_spare": replicas_spare,
         "replicas_hold_s": replicas_hold_s,

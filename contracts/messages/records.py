@@ -18,6 +18,8 @@ class PoolLimits(Message, frozen=True, kw_only=True):
     """A tenant's share of it: eight of the largest bodies, a quarter of a model's."""
     kv_overbooking: float = 1.0
     """Reserved tokens on a worker may reach its KV capacity times this."""
+    cached_input_share: float = 1.0
+    """What a prompt token that was found in a cache counts in the tenants' input tokens a minute, 0 to 1."""
     replicas_min: int = 1
     """0: the model may go without a worker while nobody asks for it."""
     replicas_max: int | None = None

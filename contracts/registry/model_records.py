@@ -247,6 +247,9 @@ async def change_model(
         if not 0 < changed.kv_overbooking <= OVERBOOKING_MAX:
             message = f"kv_overbooking must be above 0 and at most {OVERBOOKING_MAX:g}"
             raise HeadraceError("invalid_request", message, param="kv_overbooking")
+        if not 0 <= changed.cached_input_share <= 1:
+            message = "cached_input_share must be from 0 to 1"
+            raise HeadraceError("invalid_request", message, param="cached_input_share")
         if changed.replicas_max is not None and changed.replicas_max < max(1, changed.replicas_min):
             message = "replicas_max must be at least 1 and not below replicas_min"
             raise HeadraceError("invalid_request", message, param="replicas_max")

@@ -429,7 +429,8 @@ class Lifecycle:
         error = outcomes.final_error(request, self.accused.of(request.envelope), event)
         if error is not None and (event.reporter == "scheduler" or outcomes.is_void(event)):
             self._send_frame(request, "error", msgspec.json.encode(error))
-        self.admission.settle(request, outcomes.used(event), self.now_ms)
+        used = outcomes.used(event, self.admission.record.limits.cached_input_share)
+        self.admission.settle(request, used, self.now_ms)
         if error is not None and error.code == "request_quarantined":
             self.do(events.Quarantine(request.envelope, event, error.message, request.request_seq, request.work_seq))
         else:

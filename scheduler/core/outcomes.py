@@ -25,10 +25,14 @@ def is_void(event: AttemptEvent) -> bool:
     return event.outcome == "lost" or (event.outcome == "failed" and event.retryable)
 
 
-def used(event: AttemptEvent) -> Cost:
-    """What the attempt used of its reservation: what was done for a caller who got it, or ended it itself."""
+def used(event: AttemptEvent, cached_share: float = 1.0) -> Cost:
+    """What the attempt used of its reservation: what was done for a caller who got it, or ended it itself.
+
+    ``cached_share``: what a cached prompt token counts.
+    """
     spent = event.spent_input_tokens
-    return Cost(spent, event.completion_tokens if spent else 0)
+    saved = int(min(event.cached_tokens, spent) * (1 - cached_share))
+    return Cost(spent - saved, event.completion_tokens if spent else 0)
 
 
 def served(event: AttemptEvent) -> int:

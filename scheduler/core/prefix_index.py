@@ -74,6 +74,11 @@ class PrefixIndex:
         """Keys held, over all workers."""
         return sum(len(cache.keys) for cache in self.caches)
 
+    @property
+    def blocks(self) -> int:
+        """Held, over all workers."""
+        return sum(cache.blocks for cache in self.caches)
+
     def join(self) -> Cache:
         """A new worker's, empty."""
         taken = {each.bit for each in self.caches}

@@ -36,7 +36,7 @@ class Takeover:
         if tombstone is None or tombstone.event.attempt < event.attempt:
             life.tombstones.add_ended(event, tombstone.error if tombstone else None, life.now_ms)
             life.key_ended(event)
-            used = outcomes.used(event)
+            used = outcomes.used(event, life.admission.record.limits.cached_input_share)
             if life.recovering and used.total:
                 life.admission.quota(event.tenant, life.now_ms).replay(used, event.admitted_at_ms, life.now_ms)
 

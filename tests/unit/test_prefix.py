@@ -3,18 +3,23 @@
 import random
 from array import array
 
+import msgspec
 import pytest
 
 from contracts import prefix
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch, fields_of
 from contracts.messages.control import WorkerHeartbeat
+from contracts.messages.records import ModelRecord, PoolLimits, TenantLimits, TenantRecord
 from contracts.messages.request import Reply, RequestEnvelope
 from contracts.prefix import BLOCK_TOKENS, COVERED, cache_salt, keys_of, unshared_salt
+from contracts.tokens import Cost
+from scheduler.core import events, outcomes
 from scheduler.core.prefix_index import PrefixIndex
 from scheduler.core.request import Request
 from scheduler.core.settings import Settings
 from scheduler.core.worker_pool import Worker, WorkerPool
+from tests.support.fleet import Fleet
 
 EPOCH = Epoch(1, 1)
 SYSTEM = list(range(2_000))
@@ -241,3 +246,59 @@ def test_the_work_before_a_first_token_is_counted_until_it_comes() -> None:
     pool.end(asked, "w0", 0)
     assert (load.prefilling_tokens, load.count) == (0, 0)
     assert fields_of(RequestEnvelope, asked.envelope)["prefix_keys"] == asked.prefix.tobytes()
+
+
+@pytest.mark.parametrize(("share", "input_tokens"), [(1.0, 1_000), (0.25, 400), (0.0, 200)])
+def test_a_cached_token_counts_its_share_in_the_limit_of_input(share: float, input_tokens: int) -> None:
+    event = AttemptEvent(
+        request_id="r",
+        attempt=1,
+        tenant="t",
+        key_id="k",
+        model="m",
+        version="v",
+        endpoint="chat/completions",
+        priority="interactive",
+        outcome="completed",
+        reporter="worker",
+        prompt_tokens=1_000,
+        cached_tokens=800,
+        completion_tokens=7,
+        spent_input_tokens=1_000,
+    )
+    assert outcomes.used(event, share) == Cost(input_tokens, 7)
+    lost = msgspec.structs.replace(event, outcome="lost", spent_input_tokens=0)
+    assert outcomes.used(lost, share) == Cost(0, 0)
+
+
+def test_what_was_cached_comes_back_to_its_tenants_bucket() -> None:
+    left, cached = {}, 0
+    for share in (1.0, 0.5, 0.0):
+        fleet = Fleet(workers=1, slots=4, kv_tokens=10_000, prefill_tps=4_000)
+        tenant = TenantRecord(name="t", limits=TenantLimits(input_tpm=6_000))
+        fleet.feed(events.TenantChanged("t", tenant))
+        limits = PoolLimits(cached_input_share=share)
+        fleet.feed(events.ModelChanged(ModelRecord(name="m", stable="v", limits=limits)))
+        fleet.at(fleet.now + 1, lambda fleet=fleet: fleet.ask(SYSTEM, 5))  # type: ignore[misc]
+        fleet.at(fleet.now + 3, lambda fleet=fleet: fleet.ask(SYSTEM, 5))  # type: ignore[misc]
+        cached = fleet.run(2)[1].cached
+        left[share] = fleet.core.admission.quotas["t"].input_bucket.level(round(fleet.now * 1000))
+    assert cached > 1_900
+    assert left[0.0] - left[1.0] == pytest.approx(cached, abs=1)
+    assert left[0.5] - left[1.0] == pytest.approx(cached / 2, abs=1)
+
+
+def test_an_end_that_is_lost_and_a_new_owner_leave_no_wrong_index() -> None:
+    """A new owner begins with what WORK holds, and places as well as it knows."""
+    pool = Pool(workers=1)
+    asked = request(SYSTEM)
+    worker = pool.send(asked)
+    pool.pool.evict(pool.pool.workers[worker])
+    assert not len(pool.pool.placement.index)
+    heir = Pool(workers=0)
+    adopted = heir.pool.expect("w0", "m", "v")
+    heir.pool.assign(adopted, request(SYSTEM))
+    assert (adopted.load.count, adopted.load.prefilling_tokens) == (1, 2_000)
+    heir.beat("w0")
+    heir.end(asked, "w0", 0)
+    assert heir.serve(SYSTEM) == "w0" and heir.held("w0", SYSTEM) > 0
