@@ -97,6 +97,8 @@ class ChatBody(TextBody, kw_only=True):
 
 def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> ValidBody:
     fields = only_offered(fields)
+    if fields.get("modalities", ["text"]) != ["text"]:
+        refuse("modalities", "Answers are text.")
     leave_out(fields, "tools", lambda kind: isinstance(kind, str) and kind != "function")
     body, complexity = converted(fields, ChatBody), ComplexityLimit()
     for index, message in enumerate(body.messages):

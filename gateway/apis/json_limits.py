@@ -33,6 +33,8 @@ _ESCAPE = re.compile(
 
 def _fault(data: bytes) -> str:
     """What the decoder has no words for, and where; empty for what it names itself."""
+    if not data.strip():
+        return "it is empty"
     try:
         data.decode()
     except UnicodeDecodeError as error:

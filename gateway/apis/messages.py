@@ -24,6 +24,7 @@ from gateway.apis.fields import (
     leave_out,
     make_greedy,
     refuse,
+    refuse_fields,
     travelling,
 )
 from gateway.apis.response_format import ResponseFormat, named_event
@@ -43,6 +44,13 @@ _TRACES = (
     "tool_search_tool_result",
     "container_upload",
 )
+
+
+_STATEFUL = {"thread": "Conversations are not kept: send all of it in 'messages'."}
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""By which the SDK's tool runner knows that it must send the whole conversation each time."""
+_COMPACTION = {"compaction": "Summaries of conversations are not made: ask for one in 'messages'."}
+"""Asks for no answer, but for a summary in a form of its own."""
 
 
 class TextBlock(msgspec.Struct):
@@ -136,6 +144,7 @@ class MessagesBody(CountBody, kw_only=True):
 
 
 def _valid(fields: dict[str, Any], kind: type[CountBody]) -> ValidBody:
+    refuse_fields(fields, _STATEFUL if kind is CountBody else _STATEFUL | _COMPACTION)
     leave_out(fields, "tools", lambda kind: isinstance(kind, str) and kind != "custom")
     if isinstance(messages := fields.get("messages"), list):
         fields["messages"] = list(map(_without_traces, messages))
@@ -279,6 +288,7 @@ class AnthropicErrorDetail(msgspec.Struct):
 
     type: str
     message: str
+    details: dict[str, Any] | None = None
 
 
 class AnthropicError(msgspec.Struct, kw_only=True):
@@ -304,7 +314,10 @@ _ERROR_TYPES = {
 def _error_body(code: str, message: str, param: str | None, request_id: str) -> dict[str, Any]:
     status = errors.TABLE[code].status
     kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    error: dict[str, Any] = {"type": kind, "message": message}
+    if param == "thread":
+        error["details"] = _NO_THREADS
+    return {"type": "error", "error": error, "request_id": request_id}
 
 
 def _error_event(error: ErrorData, request_id: str, attempt: int, number: int) -> bytes:

@@ -257,6 +257,8 @@ class Connection(asyncio.Protocol):
     def _linger(self) -> None:
         self._discard()
         self._balance()
+        if self.transport.can_write_eof() and not self.transport.is_closing():
+            self.transport.write_eof()  # Who reads an answer to its end has it now. TLS cannot be half closed.
         self._start_timer(LINGER_S, self.close)
 
     def _head_is_late(self) -> None:

@@ -114,6 +114,18 @@ async def test_what_waits_behind_a_stream_does_not_break_it(world: World, behind
     await raw.close()
 
 
+async def test_who_reads_a_refusal_to_its_end_has_it_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What still comes is read for a while, but the answer's end is the end of what is sent."""
+    monkeypatch.setattr(connection, "LINGER_S", 60)
+    raw = await Raw.open(world)
+    raw.writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n")
+    assert await error(raw) == (401, "invalid_api_key")
+    assert await asyncio.wait_for(raw.reader.read(), 5) == b""
+    raw.writer.write(b"x" * 1000)
+    await raw.writer.drain()
+    await raw.close()
+
+
 async def test_pipelined_requests_are_answered_in_order(world: World) -> None:
     raw = await Raw.open(world)
     for path in ("/health/live", "/nope", "/health/live"):

@@ -227,6 +227,9 @@ class Transport(asyncio.Transport):
     def write(self, data: Any) -> None:
         self.written += data
 
+    def can_write_eof(self) -> bool:
+        return False
+
     def close(self) -> None:
         self.closed = True
 

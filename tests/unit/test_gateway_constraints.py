@@ -449,3 +449,23 @@ def test_d07_what_an_agents_release_adds_is_left_out() -> None:
     assert refused("messages", **ask | {"tool_choice": {"type": "tool", "name": "web_search"}}) == "tool_choice"
     for content in ([image], [{"type": "tool_result", "tool_use_id": "u", "content": [image]}]):
         assert refused("messages", **ask | {"messages": [{"role": "user", "content": content}]}).endswith(".type")
+
+
+def test_d07_a_conversation_that_a_server_would_keep_is_refused_by_name() -> None:
+    """What the caller leaves out would be missing. The tool runner of Anthropic's SDK asks so first, and goes on with
+    whole conversations when it is told in these words.
+    """
+    ask: dict[str, Any] = {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        assert refused("messages", **ask, thread=thread) == "thread"
+    assert refused("messages", **ask, compaction={"type": "auto"}) == "compaction"
+    assert check("messages", **ask, thread=None, compaction=None).max_output_tokens == 5
+    body = APIS["messages"].format.error_body("invalid_request", "no", "thread", "id")
+    assert body["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert "details" not in APIS["messages"].format.error_body("invalid_request", "no", "tools", "id")["error"]
+
+
+def test_an_answer_of_another_kind_than_text_is_refused() -> None:
+    for kinds in (["text", "audio"], ["audio"], "audio", []):
+        assert refused(modalities=kinds) == "modalities"
+    assert "modalities" not in check(modalities=["text"]).fields

@@ -136,6 +136,8 @@ def test_c06_a_lone_surrogate_is_refused(lone: str, body: str) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
+        (b"", "it is empty"),
+        (b" \r\n", "it is empty"),
         (b'{"a":"x\\ud800"}', r"\\ud800 is half of a surrogate pair \(byte 7\)"),
         (b'{"a":"\\\\ud800","b":"\\uDFFF"}', r"\\uDFFF is half of a surrogate pair \(byte 20\)"),
         (b'{"a":"\\ud83d\\ude00\\ud83d"}', r"\\ud83d is half of a surrogate pair \(byte 18\)"),
