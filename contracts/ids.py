@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import uuid
 
 from contracts import clock
 
@@ -13,7 +12,8 @@ def request_id(now_ms: int | None = None) -> str:
     value = (milliseconds & (1 << 48) - 1) << 80 | int.from_bytes(os.urandom(10))
     value = value & ~(0xF << 76) | 0x7 << 76
     value = value & ~(0x3 << 62) | 0x2 << 62
-    return str(uuid.UUID(int=value))
+    text = f"{value:032x}"
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
 def incarnation(kind: str) -> str:

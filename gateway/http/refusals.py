@@ -4,16 +4,18 @@ Under overload they are most of what there is to do, and must cost little: no bo
 authenticated, no line is logged; they are counted (`headrace_shed`).
 """
 
+from functools import cache
+
 import msgspec
 
-from contracts import ids
-from contracts.errors import HeadraceError
+from contracts import errors, ids
 from gateway import metrics
+from gateway.apis.response_format import ResponseFormat
 from gateway.apis.table import APIS, format_of
 from gateway.http.edge import origin_headers
 from gateway.http.exchange import Headers
 from gateway.http.framing import Head
-from gateway.intake.shedding import Shedding
+from gateway.intake.shedding import MESSAGE, Shedding
 
 _COUNT = "/v1/messages/count_tokens"
 SHED_PATHS = frozenset({_COUNT, *(api.path for api in APIS.values())})
@@ -30,23 +32,29 @@ class Refusals:
     def of(self, head: Head) -> tuple[int, Headers, bytes] | None:
         """Status, headers and body of the answer, if the request is refused."""
         path = head.path.rstrip("/")
-        if not self._shedding.refusing or head.method != "POST" or path not in SHED_PATHS:
+        if head.method != "POST" or path not in SHED_PATHS or not self._shedding.refusing:
             return None
-        try:
-            self._shedding.check()
-        except HeadraceError as error:
-            request_id = ids.request_id()
-            form = format_of(path, head.headers)
-            body = msgspec.json.encode(form.error_body(error.code, error.message, error.param, request_id))
-            headers: Headers = [
-                (b"content-type", b"application/json"),
-                (b"content-length", b"%d" % len(body)),
-                (b"retry-after", b"%d" % (error.retry_after_s or 1)),
-                (b"x-request-id", request_id.encode()),
-                *origin_headers(head.headers, self._origins),
-            ]
-            if form.request_id_header:
-                headers.append((form.request_id_header, request_id.encode()))
-            metrics.REQUESTS.labels(path, str(error.status)).inc()
-            return error.status, headers, body
-        return None
+        form = format_of(path, head.headers)
+        request_id = ids.request_id().encode()
+        body = _body(form).replace(_ID, request_id)
+        headers: Headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"retry-after", b"%d" % self._shedding.shed()),
+            (b"x-request-id", request_id),
+            *origin_headers(head.headers, self._origins),
+        ]
+        if form.request_id_header:
+            headers.append((form.request_id_header, request_id))
+        metrics.http_requests(path, _STATUS).inc()
+        return errors.TABLE["overloaded"].status, headers, body
+
+
+_ID = b"00000000-0000-7000-8000-000000000000"
+_STATUS = str(errors.TABLE["overloaded"].status)
+
+
+@cache
+def _body(form: ResponseFormat) -> bytes:
+    """Of an API's refusals, with _ID where each has its own."""
+    return msgspec.json.encode(form.error_body("overloaded", MESSAGE, None, _ID.decode()))

@@ -4,6 +4,8 @@ while more wait to be let in than it can let in soon.
 Decided by its own state alone: one gateway that refuses does not make another refuse.
 """
 
+import time
+
 from contracts.errors import HeadraceError
 from contracts.service.vitals import Vitals
 from gateway import metrics
@@ -12,7 +14,12 @@ from gateway.intake.turnstile import Turnstile
 WAITED_S_MAX, WAITING_MAX = 1.0, 1024
 """Of requests before the turnstile. Who wants a thousand answers at once gets them, and who asks for more all the time
 than the gateway can take is told so at once, not after a long wait."""
+WAITED_S_BUSY = 0.1
+CALM_S = 5.0
+"""Within so long of a refusal the wait is bounded by WAITED_S_BUSY: what waits then is no burst, and to wait longer
+would let nobody more in."""
 RETRY_AFTER_S_MAX = 60
+MESSAGE = "This server has more to do than it can, and takes nothing new."
 
 
 class Shedding:
@@ -21,20 +28,25 @@ class Shedding:
     def __init__(self, vitals: Vitals, turnstile: Turnstile) -> None:
         self._vitals = vitals
         self._turnstile = turnstile
+        self._overloaded_at = -CALM_S
 
     @property
     def refusing(self) -> bool:
-        """Nothing new is taken."""
-        waiting = self._turnstile
-        return self._vitals.late or len(waiting) >= WAITING_MAX or waiting.waited_s() > WAITED_S_MAX
+        """Nothing new is taken. Any thread may ask."""
+        waiting, now = self._turnstile, time.monotonic()
+        bound_s = WAITED_S_BUSY if now - self._overloaded_at < CALM_S else WAITED_S_MAX
+        overloaded = self._vitals.late or len(waiting) >= WAITING_MAX or waiting.waited_s() > bound_s
+        if overloaded:
+            self._overloaded_at = now
+        return overloaded
+
+    def shed(self) -> int:
+        """Counts a refusal; gives its Retry-After in seconds."""
+        metrics.SHED.inc()
+        # What has lasted for so long lasts as long again, as far as anybody knows.
+        return min(RETRY_AFTER_S_MAX, max(1, round(self._vitals.late_for_s)))
 
     def check(self) -> None:
         """Raises HeadraceError ``overloaded``; costs nothing, and comes before anything of a request is read."""
         if self.refusing:
-            metrics.SHED.inc()
-            raise HeadraceError(
-                "overloaded",
-                "This server has more to do than it can, and takes nothing new.",
-                # What has lasted for so long lasts as long again, as far as anybody knows.
-                retry_after_s=min(RETRY_AFTER_S_MAX, max(1, round(self._vitals.late_for_s))),
-            )
+            raise HeadraceError("overloaded", MESSAGE, retry_after_s=self.shed())

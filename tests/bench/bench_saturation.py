@@ -1,11 +1,13 @@
 """Saturation: more than the machine can carry, on a whole stack with the simulated engine, generator included.
 
-    python -m tests.bench.bench_saturation [--kinds streams short burst] [--seconds 15] [--factors 0.5 1 1.5 2 4]
+    python -m tests.bench.bench_saturation [--kinds streams short burst pair] [--seconds 15] [--factors 0.5 1 1.5 2 4]
 
 ``streams`` of 32 tokens, one each 100 ms, and ``short`` requests of one token come at a rate of so many times what the
 stack carried in a closed loop, and nobody who is refused asks again. ``burst`` is 4,000 streams at once, of 64 tokens,
-one each 250 ms. Aims: goodput 90 % of its peak or more at every load, every admitted answer whole, refusals within
-50 ms at the median, no worker evicted, no change of leader, and 10 s later the stack as quick as before.
+one each 250 ms. ``pair`` asks one of two gateways for four times what it carries, and the other one for a little: one
+that refuses makes no other refuse. Aims: goodput 90 % of its peak or more at every load, every admitted answer whole,
+refusals within 50 ms at the median, no worker evicted, no change of leader, and 10 s later the stack as quick as
+before.
 """
 
 import argparse
@@ -25,15 +27,17 @@ import uvloop
 
 from tests.support.stack import Stack
 
-Kind = Literal["streams", "short", "burst"]
+Kind = Literal["streams", "short", "burst", "pair"]
 SHAPES: dict[Kind, dict[str, Any]] = {
     "streams": {"stream": True, "max_tokens": 32, "simulate": {"itl_ms": 100}},
     "short": {"stream": False, "max_tokens": 1},
+    "pair": {"stream": False, "max_tokens": 1},
     "burst": {"stream": True, "max_tokens": 64, "simulate": {"itl_ms": 250}},
 }
-CLOSED = {"streams": (125, 2000), "short": (8, 128)}
+CLOSED = {"streams": (125, 2000), "short": (8, 128), "pair": (8, 128)}
 """Callers of the closed loop: from, doubled while it helps, at most."""
 BURST = 4000
+QUIET_RATE = 10.0
 CLOSED_S = 6.0
 STEADY_S = 3.0
 """Of each load, not counted: what runs grows at first."""
@@ -113,9 +117,10 @@ class Caller(asyncio.Protocol):
 class Load:
     """Asks one stack for answers of one shape."""
 
-    def __init__(self, stack: Stack, kind: Kind) -> None:
+    def __init__(self, stack: Stack, kind: Kind, url: str = "") -> None:
+        """``url``: of one gateway, else of the port that all share."""
         run = stack.run
-        host, _, port = run.url.removeprefix("http://").rpartition(":")
+        host, _, port = (url or run.url).removeprefix("http://").rpartition(":")
         self._address = host, int(port)
         body = json.dumps(
             {"model": stack.model, "messages": [{"role": "user", "content": "one two three"}], **SHAPES[kind]}
@@ -272,8 +277,24 @@ async def capacity(load: Load, kind: Kind) -> float:
     return best
 
 
+async def bench_pair(stack: Stack, seconds: float, rng: random.Random) -> None:
+    """A line for each gateway."""
+    busy, quiet = (Load(stack, "pair", url) for url in stack.run.gateway_urls)
+    carried = await capacity(busy, "pair")
+    loads = {"4x": busy.open(4 * carried, seconds, rng), "a little": quiet.open(QUIET_RATE, seconds, rng)}
+    tallies = dict(zip(loads, await asyncio.gather(*loads.values()), strict=True))
+    print("pair: asked for | whole | refused | refusal p50/p99 ms | first token p50/p99 ms")
+    for name, tally in tallies.items():
+        refusals = f"{percentile_ms(tally.refused_s, 0.5)}/{percentile_ms(tally.refused_s, 0.99)}"
+        firsts = f"{percentile_ms(tally.first_s, 0.5)}/{percentile_ms(tally.first_s, 0.99)}"
+        print(f"{name} | {len(tally.ended)} | {len(tally.refused_s)} | {refusals} | {firsts}", flush=True)
+
+
 async def bench(stack: Stack, kind: Kind, factors: list[float], seconds: float, seed: int) -> None:
     load, rng = Load(stack, kind), random.Random(seed)
+    if kind == "pair":
+        await bench_pair(stack, seconds, rng)
+        return
     print(f"{kind}: a caller alone is answered after {await freshness_ms(stack):.0f} ms", flush=True)
     if kind == "burst":
         print(HEAD)
@@ -293,7 +314,7 @@ async def bench(stack: Stack, kind: Kind, factors: list[float], seconds: float, 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kinds", nargs="+", default=["streams", "short", "burst"], choices=list(SHAPES))
+    parser.add_argument("--kinds", nargs="+", default=["streams", "short", "burst", "pair"], choices=list(SHAPES))
     parser.add_argument("--seconds", type=float, default=15)
     parser.add_argument("--factors", nargs="+", type=float, default=[0.5, 1, 1.5, 2, 4])
     parser.add_argument("--seed", type=int, default=1)
@@ -303,7 +324,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             bounds = {f"HEADRACE_CONNECTIONS_{name}": str(CONNECTIONS_MAX) for name in ("MAX", "PER_ADDRESS_MAX")}
             sim = ["--sim-slots", str(SLOTS), "--sim-itl-ms", "20", "--sim-kv-tokens", "100000000"]
-            gateways = ["--gateways", str(options.gateways)]
+            gateways = ["--gateways", str(2 if kind == "pair" else options.gateways)]
             stack = Stack(Path(directory) / "data", "--engine", "simulated", *sim, *gateways, **bounds).wait_ready()
             try:
                 uvloop.run(bench(stack, kind, options.factors, options.seconds, options.seed))
