@@ -16,6 +16,7 @@ from contracts import subjects
 from contracts.messages.base import NOTHING, Codec
 from contracts.messages.frames import Frame, FrameKind, FramesAnswer, FramesRequest, ReplyMessage
 from contracts.messages.request import RequestEnvelope
+from contracts.streaming.pattern import Pattern, text_at
 
 KEEP_S = 60.0
 """Above the silence limit plus the repair bound of contracts.streaming.relay (8 s, 10 s), with room for an outage."""
@@ -40,6 +41,8 @@ class AttemptFrames(msgspec.Struct, kw_only=True):
     attempt: int
     kept: deque[Frame]
     """The last ones, without a gap."""
+    pattern: Pattern | None = None
+    """Of the last frame that has a whole chunk; others have what their text puts in its place."""
     kept_bytes: int = 0
     next_seq: int = 0
     chunks: int = 0
@@ -98,10 +101,9 @@ class FrameBuffer:
             return
         if kind == "chunk":
             frames.chunks += 1
-            if len(data) + FRAME_BYTES > self._message_bytes_max:
-                self._send_parts(frames, data)
-                return
-        self._add(frames, kind, data)
+            self._send_chunk(frames, data)
+        else:
+            self._add(frames, kind, data)
 
     def end(self, request: RequestEnvelope, attempt: int) -> None:
         """No frames follow; what was sent is kept a while."""
@@ -110,6 +112,18 @@ class FrameBuffer:
             frames.ended_at = self._now()
             self._ended[key] = frames
         self.expire()
+
+    def _send_chunk(self, frames: AttemptFrames, data: bytes) -> None:
+        pattern = frames.pattern
+        if len(data) + FRAME_BYTES > self._message_bytes_max:
+            frames.pattern = None
+            self._send_parts(frames, data)
+        elif pattern is not None and (text := pattern.text_of(data)) is not None:
+            self._add(frames, "text", text)
+        else:
+            at = text_at(data)
+            frames.pattern = None if at is None else Pattern.of(data, at)
+            self._add(frames, "chunk", data, at)
 
     def _send_parts(self, frames: AttemptFrames, data: bytes) -> None:
         # Quoting may double a byte (quotes, backslashes); a slice never splits a character.
@@ -123,13 +137,14 @@ class FrameBuffer:
             self._add(frames, "part" if stop < len(data) else "chunk", part)
             start = stop
 
-    def _add(self, frames: AttemptFrames, kind: FrameKind, data: bytes) -> None:
+    def _add(self, frames: AttemptFrames, kind: FrameKind, data: bytes, text_at: tuple[int, int] | None = None) -> None:
         frame = Frame(
             stream=frames.name,
             attempt=frames.attempt,
             seq=frames.next_seq,
             kind=kind,
             data=msgspec.Raw(data) if data else NOTHING,
+            text_at=text_at,
         )
         frames.next_seq += 1
         frames.kept.append(frame)

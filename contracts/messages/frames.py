@@ -19,7 +19,7 @@ from contracts.messages.base import (
     Whole,
 )
 
-FrameKind = Literal["accepted", "chunk", "part", "end", "error", "lost"]
+FrameKind = Literal["accepted", "chunk", "text", "part", "end", "error", "lost"]
 
 
 class Frame(Message, frozen=True, kw_only=True):
@@ -27,7 +27,8 @@ class Frame(Message, frozen=True, kw_only=True):
 
     ``chunk``: data is one OpenAI chunk (an object), or the whole answer when the request does not stream. A chunk
     too big for one bus message comes as ``part`` frames (data: a JSON string, a slice of the chunk's text) closed
-    by a ``chunk`` frame whose data is the last slice, again a string. ``end``: EndData. ``error``: ErrorData.
+    by a ``chunk`` frame whose data is the last slice, again a string. ``text``: data is a JSON string, and the chunk is
+    that of the generation's last ``chunk`` frame with this for its text. ``end``: EndData. ``error``: ErrorData.
     ``lost``: LostData. ``accepted``, the first of a generation: AcceptedData.
     """
 
@@ -36,6 +37,8 @@ class Frame(Message, frozen=True, kw_only=True):
     seq: int
     kind: FrameKind
     data: msgspec.Raw = NOTHING
+    text_at: tuple[Whole, Whole] | None = None
+    """Of a ``chunk``: the bytes of its data between which its text stands, quotes included, for ``text`` frames."""
 
 
 class ReplyMessage(Message, frozen=True, kw_only=True):

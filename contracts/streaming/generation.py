@@ -5,7 +5,8 @@ Used by contracts.streaming.relay alone, which decides what to do with them.
 
 import msgspec
 
-from contracts.messages.frames import EndData, ErrorData, Frame, FrameKind
+from contracts.messages.frames import EndData, ErrorData, Frame
+from contracts.streaming.pattern import Pattern
 
 _text_of = msgspec.json.Decoder(str).decode
 
@@ -41,6 +42,7 @@ class Generation:
         "failure",
         "next_seq",
         "parts",
+        "pattern",
         "seen_seq",
         "version",
         "worker",
@@ -60,6 +62,8 @@ class Generation:
         """A question to the worker is open."""
         self.parts: list[bytes] = []
         """Slices of a chunk whose last one has not come."""
+        self.pattern: Pattern | None = None
+        """Of the last chunk, whose text alone differs in what ``text`` frames bring."""
         self.answer: msgspec.Raw | bytes | None = None
         """The gathered answer of a request that does not stream."""
         self.failure: ErrorData | None = None
@@ -67,7 +71,7 @@ class Generation:
         self.end: EndData | None = None
         """What its closing frame says, where the scheduler has said it; the frame itself may yet come."""
         self._bounds = bounds
-        self._held: dict[int, tuple[FrameKind, msgspec.Raw]] = {}
+        self._held: dict[int, Frame] = {}
         self._held_bytes = 0
         self._parts_bytes = 0
         self._asked_at_ms: int | None = None
@@ -90,18 +94,18 @@ class Generation:
             self.behind_since_ms = now_ms
         self.seen_seq = max(self.seen_seq, seq)
 
-    def place(self, frame: Frame, now_ms: int) -> list[tuple[FrameKind, msgspec.Raw]]:
+    def place(self, frame: Frame, now_ms: int) -> list[Frame]:
         """The frames that are now next in order, ``frame`` first; none while it waits behind a gap."""
         self.note_exists(frame.seq, now_ms)
         if frame.seq > self.next_seq:
             self._hold(frame)
             return []
-        ready = [(frame.kind, frame.data)]
+        ready = [frame]
         self.next_seq += 1
         while self.next_seq in self._held:
-            kind, data = self._held.pop(self.next_seq)
-            self._held_bytes -= len(memoryview(data))
-            ready.append((kind, data))
+            held = self._held.pop(self.next_seq)
+            self._held_bytes -= len(memoryview(held.data))
+            ready.append(held)
             self.next_seq += 1
         self.behind_since_ms = now_ms
         return ready
@@ -113,22 +117,29 @@ class Generation:
         if self._held_bytes + size > self._bounds.held_bytes_max:
             return
         # A copy: the frame's own data keeps the whole bus message alive, with other streams' frames.
-        self._held[frame.seq] = (frame.kind, frame.data.copy())
+        self._held[frame.seq] = msgspec.structs.replace(frame, data=frame.data.copy())
         self._held_bytes += size
 
-    def assemble(self, kind: FrameKind, data: msgspec.Raw) -> msgspec.Raw | bytes | None:
-        """The chunk that this ``chunk`` or ``part`` frame makes whole; None while parts are to come.
+    def assemble(self, frame: Frame) -> msgspec.Raw | bytes | None:
+        """The chunk that this ``chunk``, ``text`` or ``part`` frame makes whole; None while parts are to come.
 
-        Raises TooLarge, and msgspec.MsgspecError for a part that is not a JSON string.
+        Raises TooLarge, and msgspec.MsgspecError for a part that is not a JSON string, or a text without its chunk.
         """
-        if kind == "chunk" and not self.parts:
-            return data
-        part = _text_of(data).encode()
+        if frame.kind == "text":
+            if self.pattern is None:
+                raise msgspec.ValidationError("there is no chunk for the text")
+            return self.pattern.filled(bytes(frame.data))
+        self.pattern = None
+        if frame.kind == "chunk" and not self.parts:
+            if frame.text_at is not None:
+                self.pattern = Pattern.of(bytes(frame.data), frame.text_at)
+            return frame.data
+        part = _text_of(frame.data).encode()
         self._parts_bytes += len(part)
         if self._parts_bytes > self._bounds.assembled_bytes_max:
             raise TooLarge
         self.parts.append(part)
-        if kind == "part":
+        if frame.kind == "part":
             return None
         whole = b"".join(self.parts)
         self.parts = []

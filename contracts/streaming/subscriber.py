@@ -26,6 +26,7 @@ from contracts.messages.control import (
     StreamOwnerHeartbeat,
 )
 from contracts.messages.frames import EndData, ErrorData, FramesAnswer, FramesRequest, ReplyMessage
+from contracts.streaming.pattern import Pattern
 from contracts.streaming.relay import AskFrames, AskStatus, Effects, Fail, Finish, Forward, Relay
 from contracts.ticks import tick
 
@@ -98,6 +99,10 @@ class RelayedStream:
         ``data`` may be part of a whole bus message: who keeps it copies it.
         """
         raise NotImplementedError
+
+    def on_text(self, pattern: Pattern, text: msgspec.Raw, now: float) -> bool:
+        """``on_chunk``, of the chunk that ``pattern`` is with this text."""
+        return self.on_chunk(pattern.filled(bytes(text)), now)
 
     def on_end(self, end: EndData) -> None:
         """The stream is complete, or was cancelled; nothing follows."""
@@ -232,13 +237,18 @@ class Subscriber:
             return
         now = time.monotonic()
         now_ms = int(now * 1000)
-        streams = self._streams
+        streams, worker = self._streams, reply.worker
         for frame in reply.frames:
             stream = streams.get(frame.stream)
             if stream is None:
                 continue
-            stream.attempt = max(stream.attempt, frame.attempt)
-            effects = stream.relay.on_frame(reply.worker, frame, now_ms, reply.epoch)
+            if frame.kind == "text" and (pattern := stream.relay.next_text(worker, frame, now_ms)) is not None:
+                if not stream.on_text(pattern, frame.data, now):
+                    self._too_slow(stream)
+                continue
+            if frame.attempt != stream.attempt:
+                stream.attempt = max(stream.attempt, frame.attempt)
+            effects = stream.relay.on_frame(worker, frame, now_ms, reply.epoch)
             if effects:
                 self._perform(stream, effects, now)
 
@@ -246,8 +256,7 @@ class Subscriber:
         for effect in effects:
             if type(effect) is Forward:
                 if not stream.on_chunk(effect.data, now):
-                    error = ErrorData(code="slow_reader", message="The answer was not read fast enough.")
-                    self.fail(stream, error, "slow_reader")
+                    self._too_slow(stream)
                     return
             elif type(effect) is Finish:
                 stream.on_end(effect.end)
@@ -259,6 +268,10 @@ class Subscriber:
             elif type(effect) is AskStatus:
                 REPAIRS.labels("status").inc()
                 self._want(stream, "", effect, now)
+
+    def _too_slow(self, stream: RelayedStream) -> None:
+        error = ErrorData(code="slow_reader", message="The answer was not read fast enough.")
+        self.fail(stream, error, "slow_reader")
 
     def _want(self, stream: RelayedStream, of: str, ask: AskFrames | AskStatus, now: float) -> None:
         """One question of a stream is open at a time; while nobody can be asked the answer is at hand at once."""

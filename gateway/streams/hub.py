@@ -27,7 +27,7 @@ class Hub(Subscriber):
         self._vitals = vitals
         self._hold_s = hold_s
         self._bytes_max = bytes_max
-        self._outbox = Outbox()
+        self._outbox = Outbox(lambda: vitals.lag_ms)
         metrics.STREAMS.set_function(self.__len__)
 
     async def _live(self) -> None:

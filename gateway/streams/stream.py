@@ -5,6 +5,7 @@ Chunks become server-sent events in the form of the caller's API. Order, repair 
 """
 
 import asyncio
+import secrets
 import time
 from array import array
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import msgspec
 
 from contracts.messages.frames import EndData, ErrorData
 from contracts.messages.request import RequestEnvelope
+from contracts.streaming.pattern import Pattern
 from contracts.streaming.relay import Relay
 from contracts.streaming.subscriber import RelayedStream
 from contracts.workload import scope
@@ -27,8 +29,14 @@ KEEP_ALIVE_S = 10.0
 GAPS_MAX = 1_024
 """Pauses between chunks of one stream that are kept until they are counted in one go: 4 KB."""
 
+MERGE_LAG_MS = 50
+"""Of the event loop. A few steps of an engine: less is made up for in one turn, without a caller's seeing it."""
+
 KEEP_ALIVE = b": keep-alive\n"
 """A comment line and no blank line: some SSE parsers take a block without data for an empty event."""
+
+_MARK = b'"%b"' % secrets.token_hex(16).encode()
+"""A text that stands nowhere else."""
 
 
 class Writer(Protocol):
@@ -44,10 +52,14 @@ class Writer(Protocol):
 class Outbox:
     """Has each stream that got something flushed once, when all else of this turn of the event loop has been done.
 
-    So what comes together is written together, and no stream costs a task's turn.
+    So what comes together is written together, and no stream costs a task's turn. ``lag_ms`` tells how late the event
+    loop is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lag_ms: Callable[[], int] = lambda: 0) -> None:
+        self.merging = False
+        """The loop is late: texts of one stream that wait to be written become one event."""
+        self._lag_ms = lag_ms
         self._loop: asyncio.AbstractEventLoop | None = None
         self._due: list[GatewayStream] = []
 
@@ -61,6 +73,7 @@ class Outbox:
 
     def _flush(self) -> None:
         due, self._due = self._due, []
+        self.merging = self._lag_ms() >= MERGE_LAG_MS
         now = time.monotonic()
         for stream in due:
             stream.flush(now)
@@ -107,6 +120,11 @@ class GatewayStream(RelayedStream):
         self._outbox = outbox
         self._writer: Writer | None = None
         self._event = APIS[envelope.endpoint].format.event
+        self._pattern: Pattern | None = None
+        self._before = self._after = b""
+        """What is around a text of the pattern."""
+        self._extensible: Pattern | None = None
+        """Of the last event that is pending, where it is a text's."""
 
     @property
     def ended(self) -> bool:
@@ -142,9 +160,9 @@ class GatewayStream(RelayedStream):
         """Write what is pending, where that can be."""
         if self._writer is None or not self._pending:
             return
-        if self._writer.write(b"".join(self._pending)):
-            self._pending.clear()
-            self._pending_bytes = 0
+        pending = self._pending
+        if self._writer.write(pending[0] if len(pending) == 1 else b"".join(pending)):
+            self._clear()
             self._last_write_at = now
             if self._blocked_since:
                 self.blocked_s += now - self._blocked_since
@@ -158,11 +176,34 @@ class GatewayStream(RelayedStream):
     def take(self) -> bytes:
         """What is pending, of a stream that has ended."""
         data = b"".join(self._pending)
-        self._pending.clear()
-        self._pending_bytes = 0
+        self._clear()
         return data
 
     def on_chunk(self, data: msgspec.Raw | bytes, now: float) -> bool:
+        self._came(now)
+        self._put(self._event(data) if self.sse else one_line(data))
+        return self._bounded()
+
+    def on_text(self, pattern: Pattern, text: msgspec.Raw, now: float) -> bool:
+        if pattern is not self._pattern:
+            self._pattern = pattern
+            self._before, _, self._after = self._event(pattern.filled(_MARK)).partition(_MARK)
+        self._came(now)
+        line = one_line(text)
+        if self._outbox.merging and self._extensible is pattern and line.startswith(b'"'):
+            self._extend(line)
+            return self._bounded()
+        self._put(b"%b%b%b" % (self._before, line, self._after))
+        self._extensible = pattern
+        return self._bounded()
+
+    def _extend(self, text: bytes) -> None:
+        """Have the last event, which is yet to be written, say this, too."""
+        event = self._pending[-1]
+        self._pending[-1] = event[: -len(self._after) - 1] + text[1:] + self._after
+        self._pending_bytes += len(text) - 2
+
+    def _came(self, now: float) -> None:
         if self.first_chunk_at:
             self._gaps.append(now - self._last_chunk_at)
             if len(self._gaps) >= GAPS_MAX:
@@ -171,11 +212,11 @@ class GatewayStream(RelayedStream):
             self.first_chunk_at = now
         self._last_chunk_at = now
         self.chunks += 1
-        self._put(self._event(data) if self.sse else one_line(data))
+
+    def _bounded(self) -> bool:
         if self._pending_bytes <= self._bytes_max or not self.sse:
             return True
-        self._pending.clear()
-        self._pending_bytes = 0
+        self._clear()
         return False
 
     def count_gaps(self) -> None:
@@ -206,7 +247,13 @@ class GatewayStream(RelayedStream):
             self.commit = True
             self._wake()
 
+    def _clear(self) -> None:
+        self._pending.clear()
+        self._pending_bytes = 0
+        self._extensible = None
+
     def _put(self, data: bytes) -> None:
+        self._extensible = None
         self._pending.append(data)
         self._pending_bytes += len(data)
         if self._writer is None:

@@ -17,6 +17,7 @@ from contracts.messages.control import Announce, CancelAttempt, ControlAnswer, E
 from contracts.messages.frames import Frame, FramesAnswer, FramesRequest, ReplyMessage
 from contracts.messages.records import Manifest
 from contracts.messages.request import Reply, RequestEnvelope, WorkItem
+from contracts.streaming.pattern import Pattern
 from tests.support.polling import until
 from worker.config import WorkerConfig
 from worker.engines import table
@@ -143,7 +144,7 @@ class Harness:
     # What came of it ---------------------------------------------------------------------------------------
 
     def frames(self, request_id: str) -> list[Frame]:
-        return [frame for m in self.messages for frame in m.frames if frame.stream == request_id]
+        return whole([frame for m in self.messages for frame in m.frames if frame.stream == request_id])
 
     async def closed(self, request_id: str) -> list[Frame]:
         """All frames, once the last one came."""
@@ -200,7 +201,22 @@ class Harness:
                 return None
             frames += answer.frames
             if not answer.more:
-                return frames
+                return whole(frames)
+
+
+def whole(frames: list[Frame]) -> list[Frame]:
+    """With chunks in place of their texts, as readers put them together."""
+    pattern, found = None, []
+    for frame in frames:
+        if frame.kind == "text":
+            assert pattern is not None
+            data = msgspec.Raw(pattern.filled(bytes(frame.data)))
+            found.append(msgspec.structs.replace(frame, kind="chunk", data=data))
+            continue
+        if frame.text_at is not None:
+            pattern = Pattern.of(bytes(frame.data), frame.text_at)
+        found.append(frame)
+    return found
 
 
 def texts(frames: list[Frame]) -> list[str]:

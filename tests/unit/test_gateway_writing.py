@@ -4,11 +4,14 @@ import asyncio
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
+from contracts.messages.base import Endpoint
 from contracts.messages.frames import EndData
 from contracts.messages.request import Reply, RequestEnvelope
-from gateway.streams.stream import KEEP_ALIVE, KEEP_ALIVE_S, GatewayStream, Outbox
+from contracts.streaming.pattern import Pattern, text_at
+from gateway.streams.stream import KEEP_ALIVE, KEEP_ALIVE_S, MERGE_LAG_MS, GatewayStream, Outbox
 
 
 class Socket:
@@ -29,13 +32,13 @@ class Socket:
         self.on_writable()
 
 
-def stream(bytes_max: int = 1 << 20) -> GatewayStream:
+def stream(bytes_max: int = 1 << 20, endpoint: Endpoint = "chat/completions", lag_ms: int = 0) -> GatewayStream:
     envelope = RequestEnvelope(
         request_id="r",
         tenant="t",
         key_id="k",
         model="m",
-        endpoint="chat/completions",
+        endpoint=endpoint,
         priority="interactive",
         prompt_tokens=1,
         max_output_tokens=1,
@@ -46,7 +49,7 @@ def stream(bytes_max: int = 1 << 20) -> GatewayStream:
         deadline_ms=0,
         reply=Reply(subject="_INBOX.g", stream="r"),
     )
-    return GatewayStream(envelope, Outbox(), hold_s=1.0, bytes_max=bytes_max)
+    return GatewayStream(envelope, Outbox(lambda: lag_ms), hold_s=1.0, bytes_max=bytes_max)
 
 
 def say(stream: GatewayStream, *texts: str) -> bool:
@@ -115,3 +118,44 @@ async def test_a_silent_stream_is_kept_alive(quiet_s: float) -> None:
     one.on_tick(time.monotonic() + quiet_s)
     await asyncio.sleep(0)
     assert socket.written[1:] == ([KEEP_ALIVE] if quiet_s > KEEP_ALIVE_S else [])
+
+
+@pytest.mark.parametrize("endpoint", ["chat/completions", "messages"])
+async def test_a_text_is_written_as_its_chunk_would_be(endpoint: Endpoint) -> None:
+    chunks = [f'{{"type":"a","text":"{text}","b":"{text}"}}'.encode() for text in ("one", "two", "\u2028")]
+    whole, short = stream(endpoint=endpoint), stream(endpoint=endpoint)
+    first, second = Socket(), Socket()
+    for each, socket in ((whole, first), (short, second)):
+        each.on_chunk(chunks[0], 0.0)
+        each.write_to(socket)
+    for chunk in chunks:
+        whole.on_chunk(chunk, 0.0)
+        at = text_at(chunk)
+        assert at is not None
+        short.on_text(Pattern.of(chunk, at), msgspec.Raw(chunk[slice(*at)]), 0.0)
+    await asyncio.sleep(0)
+    assert first.written == second.written
+    assert whole.chunks == short.chunks == 4
+
+
+async def test_texts_that_wait_become_one_event_while_the_gateway_is_late() -> None:
+    one, socket = stream(lag_ms=MERGE_LAG_MS), Socket()
+    pattern = Pattern(b'{"text":', b"}")
+    one.write_to(socket)
+
+    def text(*texts: str) -> None:
+        for each in texts:
+            assert one.on_text(pattern, msgspec.Raw(b'"%b"' % each.encode()), 0.0)
+
+    text("a", "b")
+    await asyncio.sleep(0)
+    assert socket.written == [KEEP_ALIVE, events("a", "b")], "until it is known to be late"
+    text("c", '\\"', "", "d")
+    say(one, "e")
+    text("f", "g")
+    socket.reads = False
+    await asyncio.sleep(0)
+    text("h")
+    socket.read()
+    assert socket.written[2:] == [events('c\\"d', "e", "fgh")]
+    assert one.chunks == 10

@@ -12,6 +12,7 @@ from contracts.messages.base import Epoch, Outcome
 from contracts.messages.control import StatusAnswer
 from contracts.messages.frames import EndData, ErrorData, Frame, FrameKind, FramesAnswer, LostData
 from contracts.streaming.generation import Bounds
+from contracts.streaming.pattern import text_at
 from contracts.streaming.relay import AskFrames, AskStatus, Effect, Fail, Finish, Forward, Relay, RelaySettings
 
 _end_of = msgspec.json.Decoder(EndData).decode
@@ -30,6 +31,16 @@ def chunk(attempt: int, seq: int, text: str = "") -> Frame:
     return frame(attempt, seq, "chunk", {"text": text or f"{attempt}.{seq}"})
 
 
+def with_text(attempt: int, seq: int, text: str = "") -> Frame:
+    """A chunk whose text others may differ in."""
+    whole = chunk(attempt, seq, text)
+    return msgspec.structs.replace(whole, text_at=text_at(bytes(whole.data)))
+
+
+def text(attempt: int, seq: int, text: str = "") -> Frame:
+    return frame(attempt, seq, "text", text or f"{attempt}.{seq}")
+
+
 def end(attempt: int, seq: int, outcome: Outcome = "completed") -> Frame:
     return frame(attempt, seq, "end", msgspec.structs.replace(_END, outcome=outcome))
 
@@ -40,6 +51,13 @@ def lost(attempt: int, retry: bool) -> Frame:
 
 def texts(effects: Sequence[Effect]) -> list[str]:
     return [msgspec.json.decode(e.data)["text"] for e in effects if isinstance(e, Forward)]
+
+
+def hear(relay: Relay, worker: str, frame: Frame, now_ms: int) -> Sequence[Effect]:
+    """As a subscriber does."""
+    if frame.kind == "text" and (pattern := relay.next_text(worker, frame, now_ms)) is not None:
+        return [Forward(pattern.filled(bytes(frame.data)))]
+    return relay.on_frame(worker, frame, now_ms)
 
 
 def fail_code(effects: Sequence[Effect]) -> str:
@@ -108,6 +126,33 @@ def test_a_malformed_closing_frame_fails_the_stream(kind: FrameKind, data: msgsp
     relay = new()
     effects = relay.on_frame("w", Frame(stream="s", attempt=1, seq=0, kind=kind, data=data), 1)
     assert fail_code(effects) == "internal_error"
+
+
+# Texts ------------------------------------------------------------------------------------------------------
+
+
+def test_a_text_takes_the_place_of_that_of_the_last_chunk() -> None:
+    relay = new()
+    assert texts(hear(relay, "w", with_text(1, 0, "a"), 1)) == ["a"]
+    assert texts(hear(relay, "w", text(1, 1, 'b"'), 2)) == ['b"']
+    assert texts(hear(relay, "w", with_text(1, 2, "c"), 3)) == ["c"]
+    assert not texts(hear(relay, "w", text(1, 4, "e"), 4))
+    assert texts(hear(relay, "w", text(1, 3, "d"), 5)) == ["d", "e"]
+
+
+@pytest.mark.parametrize("before", [[], [chunk(1, 0)], [with_text(1, 0), chunk(1, 1)], [frame(1, 0, "part", "a")]])
+def test_a_text_without_its_chunk_fails_the_stream(before: list[Frame]) -> None:
+    relay = new()
+    for each in before:
+        hear(relay, "w", each, 1)
+    assert fail_code(hear(relay, "w", text(1, len(before)), 2)) == "internal_error"
+
+
+@pytest.mark.parametrize("at", [(0, 5), (5, 5), (9, 3), (3, 1000)])
+def test_a_text_that_is_not_within_its_chunk_fails_the_stream(at: tuple[int, int]) -> None:
+    relay = new()
+    relay.on_frame("w", chunk(1, 0), 1)
+    assert fail_code(relay.on_frame("w", msgspec.structs.replace(chunk(1, 1), text_at=at), 2)) == "internal_error"
 
 
 # Parts ------------------------------------------------------------------------------------------------------
@@ -583,7 +628,8 @@ class World:
     def __init__(self, attempts: list[int], outcome: Outcome, *, forgets: bool, one_worker: bool, mute: bool) -> None:
         self.generations = []
         for number, chunks in enumerate(attempts, 1):
-            frames = [frame(number, 0, "accepted")] + [chunk(number, seq) for seq in range(1, chunks + 1)]
+            frames = [frame(number, 0, "accepted")]
+            frames += [(with_text, text, text, chunk)[seq % 4 - 1](number, seq) for seq in range(1, chunks + 1)]
             self.generations.append(("w" if one_worker else f"w{number}", frames))
         self.outcome = outcome
         self.error = ErrorData(code="engine_error", message="the engine failed")
@@ -624,7 +670,8 @@ class World:
         return FramesAnswer(known=True, frames=page, more=ask.from_seq + 3 < len(frames))
 
     def chunks(self, number: int) -> list[str]:
-        return texts([Forward(f.data) for f in self.generations[number - 1][1] if f.kind == "chunk"])
+        kinds = ("chunk", "text")
+        return [f"{number}.{f.seq}" for f in self.generations[number - 1][1] if f.kind in kinds]
 
 
 class Witness:
@@ -693,7 +740,7 @@ def test_random_worlds(data: st.DataObject, stream: bool, clean: bool) -> None:
         fate = 1 if clean else data.draw(st.integers(0, 2), "copies")
         for _ in range(fate):
             now += data.draw(st.sampled_from([0, 1, 700]), "pause")
-            witness.take(relay.on_frame(worker, f, now))
+            witness.take(hear(relay, worker, f, now))
             witness.take(relay.on_tick(now))
             _answer(witness, world, now, reachable=data.draw(st.booleans(), "reachable"))
     for _ in range(400):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from contracts.messages.frames import Frame, FramesRequest, ReplyMessage
 from contracts.messages.request import Reply, RequestEnvelope
+from contracts.streaming.generation import Bounds, Generation
 from worker import frame_buffer
 from worker.frame_buffer import FRAME_BYTES, KEEP_S, AttemptFrames, FrameBuffer
 
@@ -115,6 +116,24 @@ def test_a_large_chunk_is_sent_in_parts_that_join_to_the_same_text(text: str) ->
         assert [frame.kind for frame in frames] == ["part"] * (len(frames) - 1) + ["chunk"]
         whole = "".join(msgspec.json.decode(frame.data, type=str) for frame in frames).encode()
     assert msgspec.json.decode(whole) == {"text": text}
+
+
+def said(text: str, **more: object) -> bytes:
+    return msgspec.json.encode({"id": "c", "choices": [{"index": 0, "delta": {"content": text} | more}]})
+
+
+async def test_of_chunks_that_differ_in_their_text_alone_only_the_text_travels() -> None:
+    bench = Bench()
+    stream = bench.buffer.open(request(), 1)
+    sent = [said("", role="assistant"), said("a"), said(' "b\\'), said("\u2028é"), said("c", n=1), said("d"), said("e")]
+    async with bench.running():
+        for chunk in sent:
+            bench.buffer.send(stream, "chunk", chunk)
+        await bench.buffer.flushed()
+    assert [frame.kind for frame in bench.frames()] == ["chunk", "chunk", "text", "text", "chunk", "chunk", "text"]
+    generation = Generation(1, "w-1", Bounds())
+    assert [bytes(generation.assemble(frame) or b"") for frame in bench.frames()] == sent
+    assert stream.chunks == len(sent)
 
 
 async def test_repair_comes_in_pages_and_only_for_the_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
