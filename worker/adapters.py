@@ -5,7 +5,7 @@ are the slots, of which all take what is free. An adapter that is published is l
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -15,7 +15,7 @@ from contracts import registry, subjects, topology
 from contracts.bus import Bus, KvEntry
 from contracts.messages.records import Base, Manifest, ModelRecord
 from worker.config import WorkerConfig
-from worker.engines.base import Counts, Engine, EngineFailure, EngineStats, Job
+from worker.engines.base import Counts, Engine, EngineFailure, EngineStats, Give, Job
 from worker.engines.supervisor import EngineSupervisor
 from worker.loading import Loader, prove
 
@@ -52,8 +52,8 @@ class AdapterEngine:
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
-    def generate(self, job: Job, counts: Counts) -> AsyncGenerator[bytes, None]:
-        return self._engine.generate(msgspec.structs.replace(job, adapter=self._name), counts)
+    async def generate(self, job: Job, counts: Counts, give: Give) -> None:
+        await self._engine.generate(msgspec.structs.replace(job, adapter=self._name), counts, give)
 
     async def check(self) -> None:
         if self._serving() is not self._engine:

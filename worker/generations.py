@@ -6,7 +6,6 @@ Whether an attempt starts or stops is decided in the core, which is told of each
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import aclosing
 from functools import partial
 
 import msgspec
@@ -119,11 +118,13 @@ class Generations:
         )
         latency = TokenLatency(request, effect.item.version, time.monotonic())
         buffer.send(frames, "accepted", _accepted.encode(AcceptedData(version=effect.item.version)))
+
+        def give(chunk: bytes) -> None:
+            buffer.send(frames, "chunk", chunk)
+            latency.chunk(time.monotonic())
+
         try:
-            async with aclosing(engine.generate(job, effect.counts)) as chunks:
-                async for chunk in chunks:
-                    buffer.send(frames, "chunk", chunk)
-                    latency.chunk(time.monotonic())
+            await engine.generate(job, effect.counts, give)
         finally:
             latency.end()
 

@@ -5,7 +5,6 @@ What fails here is told in words and never serves. Which version is loaded, and 
 
 import asyncio
 from collections.abc import Callable
-from contextlib import aclosing
 
 import msgspec
 import structlog
@@ -119,8 +118,10 @@ async def golden_of(engine: Engine, manifest: Manifest) -> Golden:
         cache_salt="golden",
     )
     try:
-        async with asyncio.timeout(GOLDEN_S), aclosing(engine.generate(job, Counts())) as chunks:
-            answer = b"".join([chunk async for chunk in chunks])
+        chunks: list[bytes] = []
+        async with asyncio.timeout(GOLDEN_S):
+            await engine.generate(job, Counts(), chunks.append)
+        answer = b"".join(chunks)
     except TimeoutError as error:
         raise EngineFailure("unavailable", f"no golden answer within {GOLDEN_S:g} s", engine_death=True) from error
     if endpoint == "embeddings":

@@ -13,7 +13,6 @@ import asyncio
 import multiprocessing
 import tempfile
 import time
-from contextlib import aclosing
 from pathlib import Path
 
 import msgspec
@@ -44,19 +43,21 @@ def _run_engine(at_once: int, tokens: int, answers: int) -> float:
         await engine.start()
         body = msgspec.json.encode({"messages": [{"role": "user", "content": "one two three"}], "max_tokens": tokens})
 
-        async def stream() -> int:
-            chunks = 0
+        chunks = 0
+
+        def give(chunk: bytes) -> None:
+            nonlocal chunks
+            chunks += 1
+
+        async def stream() -> None:
             for _ in range(answers):
                 job = Job(
                     request_id="r", attempt=1, endpoint="chat/completions", body=body, stream=True, cache_salt="s"
                 )
-                async with aclosing(engine.generate(job, Counts())) as given:
-                    async for _ in given:
-                        chunks += 1
-            return chunks
+                await engine.generate(job, Counts(), give)
 
         began = time.process_time()
-        chunks = sum(await asyncio.gather(*(stream() for _ in range(at_once))))
+        await asyncio.gather(*(stream() for _ in range(at_once)))
         return (time.process_time() - began) / chunks * 1e6
 
     return uvloop.run(run())

@@ -142,18 +142,17 @@ async def test_unknown_fields_and_nulls_change_nothing(asker: Asker) -> None:
 async def test_closing_frees_everything_at_once(asker: Asker, stream: bool) -> None:
     await asker.until_idle()
     counts = Counts()
-    stream_of = asker.engine.generate(asker.job(stream, max_tokens=4000), counts)
-    waiting = asyncio.ensure_future(anext(stream_of))
+    chunks: list[bytes] = []
+    running = asyncio.ensure_future(asker.engine.generate(asker.job(stream, max_tokens=4000), counts, chunks.append))
     await until(lambda: counts.completion_tokens > 0 and asker.engine.stats().running == 1)
     if stream:
-        await waiting
-        await stream_of.aclose()
-    else:
-        waiting.cancel()
-        await asyncio.wait({waiting})
-    given = counts.completion_tokens
+        await until(lambda: bool(chunks))
+    running.cancel()
+    await asyncio.wait({running})
+    given, received = counts.completion_tokens, len(chunks)
     await asker.until_idle()
     assert counts.completion_tokens == given < 4000
+    assert len(chunks) == received
     assert counts.prompt_tokens > 0
 
 
@@ -190,13 +189,8 @@ async def test_an_error_inside_a_stream_is_a_failure(asker: Asker) -> None:
     else:
         job = asker.job(True, simulate={"tokens": ["a", "b", "c"], "fail_after": 2})
     chunks: list[bytes] = []
-
-    async def gather() -> None:
-        async for chunk in asker.engine.generate(job, Counts()):
-            chunks.append(chunk)
-
     with pytest.raises(EngineFailure):
-        await gather()
+        await asker.engine.generate(job, Counts(), chunks.append)
     assert not any(b'"error"' in chunk for chunk in chunks)
 
 

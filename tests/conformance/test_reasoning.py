@@ -1,5 +1,6 @@
 """Reasoning tokens: what usage says of them is what the record says, whole, streamed, cut off, at every API."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support.asking import VLLM_MARKS, Asker, configuration, running
+from tests.support.polling import until
 from worker.engines import table
 from worker.engines.base import Counts
 
@@ -69,9 +71,9 @@ class TestVllm:
     async def test_responses(self, thinker: Asker, stream: bool) -> None:
         counts = Counts()
         job = thinker.job(stream, "responses", input="Count.", structured_outputs=FORM, max_output_tokens=60)
-        chunks = [msgspec.json.decode(chunk) async for chunk in thinker.engine.generate(job, counts)]
+        answer = await thinker.ask(job, counts)
         assert counts.reasoning_tokens >= 3
-        assert reasoning_of(chunks[-1]) == counts.reasoning_tokens
+        assert reasoning_of(answer.chunks[-1]) == counts.reasoning_tokens
 
     @pytest.mark.parametrize("stream", [True, False])
     async def test_messages(self, thinker: Asker, stream: bool) -> None:
@@ -79,15 +81,13 @@ class TestVllm:
         counts = Counts()
         messages = [{"role": "user", "content": "Count."}]
         job = thinker.job(stream, "messages", messages=messages, structured_outputs=FORM, max_tokens=60)
-        async for _ in thinker.engine.generate(job, counts):
-            pass
+        await thinker.ask(job, counts)
         assert counts.reasoning_tokens >= 3
 
     async def test_an_answer_that_is_cut_off(self, thinker: Asker) -> None:
         counts = Counts()
-        chunks = thinker.engine.generate(thinker.job(True, max_tokens=500), counts)
-        async for _ in chunks:
-            if counts.completion_tokens >= 10:
-                break
-        await chunks.aclose()
+        asking = asyncio.ensure_future(thinker.ask(thinker.job(True, max_tokens=500), counts))
+        await until(lambda: counts.completion_tokens >= 10)
+        asking.cancel()
+        await asyncio.wait({asking})
         assert counts.reasoning_tokens == counts.completion_tokens >= 10, "nothing closed the reasoning that it begins"

@@ -5,7 +5,6 @@ Left out of the model: bodies in the object store, and what the metrics count.
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,9 +93,8 @@ def stepped(world: World, slot: int, op: Op) -> list[events.Effect]:
 
 
 class Engine:
-    async def generate(self, *_: object) -> AsyncGenerator[bytes]:
+    async def generate(self, *_: object) -> None:
         await asyncio.Event().wait()
-        yield b""
 
 
 class Delivery:

@@ -114,7 +114,9 @@ class Asker:
 
     async def ask(self, job: Job, counts: Counts | None = None) -> Answer:
         counts = counts or Counts()
-        return Answer([msgspec.json.decode(chunk) async for chunk in self.engine.generate(job, counts)], counts)
+        chunks: list[bytes] = []
+        await self.engine.generate(job, counts, chunks.append)
+        return Answer([msgspec.json.decode(chunk) for chunk in chunks], counts)
 
     async def until_idle(self) -> None:
         def idle() -> bool:

@@ -1,7 +1,7 @@
 """The simulated engine on an event loop: scripts, triggers, limits and endings."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support.asking import configuration
+from tests.support.polling import until
 from worker.engines.base import Counts, EngineFailure, Job
 from worker.engines.simulated.engine import SimulatedEngine
 
@@ -31,7 +32,7 @@ class Engine(SimulatedEngine):
         settings = {f"sim_{name}": value for name, value in ({"itl_ms": 1, "context": 100} | config).items()}
         super().__init__(msgspec.structs.replace(defaults, **settings), manifest, exit_process=_exit)
 
-    def open(self, counts: Counts, *, stream: bool = True, **body: Any) -> AsyncGenerator[bytes, None]:
+    async def give(self, counts: Counts, chunks: list[bytes], *, stream: bool = True, **body: Any) -> None:
         job = Job(
             request_id="r",
             attempt=1,
@@ -40,11 +41,12 @@ class Engine(SimulatedEngine):
             stream=stream,
             cache_salt="",
         )
-        return self.generate(job, counts)
+        await self.generate(job, counts, chunks.append)
 
     async def ask(self, counts: Counts | None = None, *, stream: bool = True, **body: Any) -> list[dict[str, Any]]:
-        chunks = self.open(counts or Counts(), stream=stream, **body)
-        return [msgspec.json.decode(chunk) async for chunk in chunks]
+        chunks: list[bytes] = []
+        await self.give(counts or Counts(), chunks, stream=stream, **body)
+        return [msgspec.json.decode(chunk) for chunk in chunks]
 
 
 @pytest_asyncio.fixture
@@ -127,12 +129,11 @@ async def test_a_crash_takes_all_that_the_engine_runs_with_it(engine: Engine) ->
         await engine.check()
 
 
-async def test_the_process_exits_after_the_tokens_before_were_fetched(engine: Engine) -> None:
-    chunks = engine.open(Counts(), simulate={"exit_after": 3})
-    for _ in range(3):
-        await anext(chunks)
+async def test_the_process_exits_after_the_tokens_before_were_given(engine: Engine) -> None:
+    chunks: list[bytes] = []
     with pytest.raises(Exited):
-        await anext(chunks)
+        await engine.give(Counts(), chunks, simulate={"exit_after": 3})
+    assert len(chunks) == 3
 
 
 async def test_a_hanging_attempt_stalls_alone_until_it_is_closed(engine: Engine) -> None:
@@ -213,11 +214,12 @@ async def test_a_prompt_of_a_million_words_is_answered() -> None:
 
 
 async def test_closing_ends_open_answers_and_start_begins_again(engine: Engine) -> None:
-    chunks = engine.open(Counts(), max_tokens=90)
-    await anext(chunks)
+    chunks: list[bytes] = []
+    answer = asyncio.ensure_future(engine.give(Counts(), chunks, max_tokens=90))
+    await until(lambda: bool(chunks))
     await engine.close()
     with pytest.raises(EngineFailure) as failure:
-        await anext(chunks)
+        await answer
     assert failure.value.retryable
     with pytest.raises(EngineFailure):
         await engine.ask()

@@ -203,7 +203,7 @@ def test_a_constraint_that_is_refused_is_named_and_not_repeated() -> None:
 async def test_an_engine_that_was_not_started_fails() -> None:
     engine = VllmEngine(CPU, SMALL)
     with pytest.raises(EngineFailure):
-        await anext(engine.generate(job(b"{}"), Counts()))
+        await engine.generate(job(b"{}"), Counts(), lambda chunk: None)
     with pytest.raises(EngineFailure) as failed:
         await engine.check()
     assert failed.value.engine_death
@@ -239,7 +239,9 @@ async def test_events_are_cut_at_blank_lines_wherever_pieces_end() -> None:
 
     one = exchange(application)
     assert await one.status() == 200
-    assert [event async for event in one.events()] == [(b"", b"one"), (b"", b"two"), (b"", b"[DONE]"), (b"stop", b"{}")]
+    events: list[tuple[bytes, bytes]] = []
+    await one.events(lambda name, data: events.append((name, data)))
+    assert events == [(b"", b"one"), (b"", b"two"), (b"", b"[DONE]"), (b"stop", b"{}")]
     await one.close()
 
 
@@ -304,7 +306,9 @@ async def chunks_of(endpoint: Endpoint, *sent: dict[str, Any], stream: bool = Tr
     parts.sent = sent
     asked = Job(request_id="r", attempt=1, endpoint=endpoint, body=b"{}", stream=stream, cache_salt="s")
     try:
-        return [chunk async for chunk in engine.generate(asked, Counts())]
+        chunks: list[bytes] = []
+        await engine.generate(asked, Counts(), chunks.append)
+        return chunks
     finally:
         await engine.close()
 

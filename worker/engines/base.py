@@ -4,7 +4,7 @@ An engine answers OpenAI request bodies with OpenAI chunks. Counts never come fr
 writes them into ``Counts`` as tokens are generated.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -61,6 +61,10 @@ class Counts(msgspec.Struct, kw_only=True):
         else:
             self.first_token_at_ms = now_ms
         self.last_token_at_ms = now_ms
+
+
+Give = Callable[[bytes], None]
+"""Takes the next chunk of an answer, at once, and does not raise."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,12 +179,13 @@ class Engine(Protocol):
     def stats(self) -> EngineStats:
         """How it stands; zeros before ``start``."""
 
-    def generate(self, job: Job, counts: Counts) -> AsyncGenerator[bytes, None]:
-        """Chunks of the answer, each one JSON object: the API's events, or one whole response without ``stream``.
+    async def generate(self, job: Job, counts: Counts, give: Give) -> None:
+        """Give the chunks of the answer, each one JSON object: the API's events, or one whole response without
+        ``stream``. They are given as they come, without a turn of the event loop for each.
 
-        Ends normally after the last chunk. ``aclose`` or cancellation of the task that iterates aborts the
-        generation within one engine step and frees its slot and KV. Raises EngineFailure, also for an error that
-        the engine puts inside a stream.
+        Returns after the last chunk. Cancellation of the task aborts the generation within one engine step, frees its
+        slot and KV, and nothing more is given. Raises EngineFailure, also for an error that the engine puts inside a
+        stream.
         """
         ...
 

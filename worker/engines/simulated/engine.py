@@ -10,7 +10,7 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import cast
 
 import msgspec
@@ -19,7 +19,7 @@ from contracts import clock
 from contracts.messages.records import Manifest
 from contracts.simulated import SimulatedVersion
 from worker.config import WorkerConfig
-from worker.engines.base import Counts, EngineFailure, EngineStats, Job, check_prompt
+from worker.engines.base import Counts, EngineFailure, EngineStats, Give, Job, check_prompt
 from worker.engines.simulated.answer import ChunkWriter, ParsedJob, parse_job
 from worker.engines.simulated.batch import STEP_S, Action, Batch, EventKind, Sequence, Trigger
 
@@ -84,7 +84,7 @@ class SimulatedEngine:
         if self._batch is None:
             raise EngineFailure("engine_error", "the engine is not running", retryable=True, engine_death=True)
 
-    async def generate(self, job: Job, counts: Counts) -> AsyncGenerator[bytes, None]:
+    async def generate(self, job: Job, counts: Counts, give: Give) -> None:
         if len(job.body) > BIG_BODY_BYTES:
             request = await asyncio.to_thread(parse_job, job, self.context)
         else:
@@ -100,25 +100,20 @@ class SimulatedEngine:
         if job.adapter and job.adapter not in self._adapters:
             raise EngineFailure("unavailable", "the adapter is not loaded", retryable=True)
         answer = ChunkWriter(job, request, model=job.adapter or self._model, created=int(time.time()))
-        attempt = _Attempt(request, answer, counts, self._itl_ms)
+        attempt = _Attempt(request, answer, counts, give, self._itl_ms)
         self._attempts.add(attempt)
         try:
             for sequence in attempt.sequences:
                 batch.add(sequence, self._loop.time())
             self._arm()
-            while True:
-                item = await attempt.next()
-                if isinstance(item, bytes):
-                    yield item
-                elif isinstance(item, EngineFailure):
-                    raise item
-                elif item == "exit":
+            while (end := await attempt.end()) != "end":
+                if isinstance(end, EngineFailure):
+                    raise end
+                if end == "exit":
                     self._exit_process()
-                elif item == "crash":
+                else:
                     reason = "the engine died as the request asked"
                     self._stop(EngineFailure("engine_error", reason, retryable=True, engine_death=True))
-                else:
-                    return
         finally:
             self._attempts.discard(attempt)
             attempt.closed = True
@@ -169,19 +164,20 @@ class SimulatedEngine:
             self._timer.cancel()
             self._timer = None
         for attempt in self._attempts:
-            attempt.put(failure)
+            attempt.finish(failure)
 
 
 class _Attempt:
-    """One ``generate``: its sequences, and what they gave and nobody has fetched yet."""
+    """One ``generate``: its sequences, and how it ends."""
 
-    def __init__(self, request: ParsedJob, answer: ChunkWriter, counts: Counts, itl_ms: float) -> None:
+    def __init__(self, request: ParsedJob, answer: ChunkWriter, counts: Counts, give: Give, itl_ms: float) -> None:
         self.closed = False
         self._request = request
         self._answer = answer
         self._counts = counts
-        self._out: deque[bytes | EngineFailure | str] = deque()
-        self._news = asyncio.Event()
+        self._give = give
+        self._ends: deque[EngineFailure | str] = deque()
+        self._ended = asyncio.Event()
         simulate = request.simulate
         itl_s = (itl_ms if simulate.itl_ms is None else simulate.itl_ms) / 1000
         ttft_s = None if simulate.ttft_ms is None else simulate.ttft_ms / 1000
@@ -201,25 +197,26 @@ class _Attempt:
             for choice in range(request.n)
         ]
 
-    async def next(self) -> bytes | EngineFailure | str:
-        """A chunk, a failure, ``crash``, ``exit``, or ``end``."""
-        while not self._out:
-            self._news.clear()
-            await self._news.wait()
-        return self._out.popleft()
+    async def end(self) -> EngineFailure | str:
+        """A failure, ``crash``, ``exit``, or ``end``."""
+        while not self._ends:
+            self._ended.clear()
+            await self._ended.wait()
+        return self._ends.popleft()
 
-    def put(self, item: bytes | EngineFailure | str) -> None:
-        self._out.append(item)
-        self._news.set()
+    def finish(self, end: EngineFailure | str) -> None:
+        """No chunk follows."""
+        self.closed = True
+        self._ends.append(end)
+        self._ended.set()
 
     def take(self, sequence: Sequence, kind: EventKind) -> list[Sequence]:
         """Make output of an event; gives the sequences that are to be dropped from the batch."""
         if self.closed:
             return []
         if kind in ("fail", "crash", "exit"):
-            self.closed = True
             failure = EngineFailure("engine_error", "the engine failed as the request asked", retryable=True)
-            self.put(failure if kind == "fail" else kind)
+            self.finish(failure if kind == "fail" else kind)
             return self.sequences if kind == "fail" else []
         counts = self._counts
         if kind != "empty":
@@ -231,15 +228,14 @@ class _Attempt:
             counts.cached_tokens += sequence.cached_tokens
         reason = None if kind == "token" else self._request.finish_reason(sequence.index // self._request.n)
         for chunk in self._answer.give(sequence.index, reason, counts, empty=kind == "empty"):
-            self.put(chunk)
+            self._give(chunk)
         stopped = self._answer.stopped(sequence.index)
         if reason is not None or stopped:
             counts.finish_reason = "stop" if stopped else reason or ""
         if self._answer.complete:
-            self.closed = True
             for chunk in self._answer.close(counts):
-                self.put(chunk)
-            self.put("end")
+                self._give(chunk)
+            self.finish("end")
         return [sequence] if stopped else []
 
 

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextvars
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections import deque
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import structlog
@@ -32,7 +33,9 @@ class AsgiCall:
         self, application: Application, path: str, body: bytes, *, headers: dict[str, str], context: contextvars.Context
     ) -> None:
         self._body: bytes | None = body
-        self._sent: asyncio.Queue[Message | Exception] = asyncio.Queue()
+        self._sent: deque[Message | Exception] = deque()
+        self._came = asyncio.Event()
+        self._deliver: Callable[[Message | Exception], None] = self._keep
         self._gone = asyncio.Event()
         fields = {"content-type": "application/json", "content-length": str(len(body)), **headers}
         scope = {
@@ -55,34 +58,56 @@ class AsgiCall:
         """Status of the response; raises what the application raised, or what ``fail`` was given."""
         return int((await self._next("http.response.start"))["status"])
 
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """The response's body as it was sent; call after ``status``. Raises as ``status`` does."""
-        more = True
-        while more:
-            message = await self._next("http.response.body")
-            more = message.get("more_body", False)
-            yield message.get("body", b"")
+    async def pieces(self, take: Callable[[bytes], None]) -> None:
+        """Have ``take`` called with each piece of the response's body as it is sent, until its end; call after
+        ``status``. Raises as ``status`` does, and what ``take`` raises.
+        """
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def deliver(message: Message | Exception) -> None:
+            if ended.done():
+                return
+            try:
+                message = _checked(message, "http.response.body")
+                take(message.get("body", b""))
+            except Exception as error:
+                ended.set_exception(error)
+                return
+            if not message.get("more_body", False):
+                ended.set_result(None)
+
+        for message in self._sent:
+            deliver(message)
+        self._sent.clear()
+        self._deliver = deliver
+        await ended
 
     async def body(self) -> bytes:
-        return b"".join([piece async for piece in self.pieces()])
+        pieces: list[bytes] = []
+        await self.pieces(pieces.append)
+        return b"".join(pieces)
 
-    async def events(self) -> AsyncIterator[tuple[bytes, bytes]]:
-        """Name (or nothing) and data of each server-sent event; comments are left out.
+    async def events(self, take: Callable[[bytes, bytes], None]) -> None:
+        """Have ``take`` called with name (or nothing) and data of each server-sent event; comments are left out.
 
         Raises UnknownForm for anything else that is sent: other fields, data of several lines, an unfinished event.
         """
         rest = b""
-        async for piece in self.pieces():
+
+        def cut(piece: bytes) -> None:
+            nonlocal rest
             *blocks, rest = (rest + piece).split(b"\n\n")
             for block in blocks:
                 if (event := _parsed(block)) is not None:
-                    yield event
+                    take(*event)
+
+        await self.pieces(cut)
         if rest.strip():
             raise UnknownForm("a body that ends inside an event")
 
     def fail(self, error: Exception) -> None:
         """Make the reader raise ``error`` after what was already sent."""
-        self._sent.put_nowait(error)
+        self._deliver(error)
 
     async def close(self) -> None:
         """Tell the application that the caller is gone, and wait until it has ended."""
@@ -95,12 +120,14 @@ class AsgiCall:
             _log.error("asgi_call_not_closed", limit_s=2 * CLOSE_TIMEOUT_S)
 
     async def _next(self, kind: str) -> Message:
-        message = await self._sent.get()
-        if isinstance(message, Exception):
-            raise message
-        if message["type"] != kind:
-            raise UnknownForm(f"an ASGI message {message['type']!r} in place of {kind!r}")
-        return message
+        while not self._sent:
+            self._came.clear()
+            await self._came.wait()
+        return _checked(self._sent.popleft(), kind)
+
+    def _keep(self, message: Message | Exception) -> None:
+        self._sent.append(message)
+        self._came.set()
 
     async def _run(self, application: Application, scope: Message) -> None:
         try:
@@ -117,11 +144,21 @@ class AsgiCall:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
-        self._sent.put_nowait(message)
+        self._deliver(message)
+
+
+def _checked(message: Message | Exception, kind: str) -> Message:
+    if isinstance(message, Exception):
+        raise message
+    if message["type"] != kind:
+        raise UnknownForm(f"an ASGI message {message['type']!r} in place of {kind!r}")
+    return message
 
 
 def _parsed(block: bytes) -> tuple[bytes, bytes] | None:
     """Name and data of one event; None for comments alone."""
+    if block.startswith(b"data: ") and b"\n" not in block:
+        return b"", block[6:]
     name, data = b"", None
     for line in block.split(b"\n"):
         if line.startswith(b"data: ") and data is None:

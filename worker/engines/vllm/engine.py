@@ -9,7 +9,7 @@ import concurrent.futures
 import contextvars
 import os
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 import structlog
@@ -17,7 +17,7 @@ import structlog
 from contracts.messages.base import Endpoint
 from contracts.messages.records import Manifest
 from worker.config import WorkerConfig
-from worker.engines.base import Counts, EngineFailure, EngineStats, Job
+from worker.engines.base import Counts, EngineFailure, EngineStats, Give, Job
 from worker.engines.vllm.arguments import ENVIRONMENT, engine_arguments, task_of
 from worker.engines.vllm.asgi import AsgiCall, UnknownForm
 from worker.engines.vllm.translation import (
@@ -122,7 +122,7 @@ class VllmEngine:
             text = "does not answer" if isinstance(error, TimeoutError) else f"is broken: {type(error).__name__}"
             raise EngineFailure("engine_error", f"the engine {text}", retryable=True, engine_death=True) from error
 
-    async def generate(self, job: Job, counts: Counts) -> AsyncGenerator[bytes, None]:
+    async def generate(self, job: Job, counts: Counts, give: Give) -> None:
         parts = self._parts
         if parts is None:
             raise EngineFailure("engine_error", "the engine is not running", retryable=True)
@@ -146,10 +146,14 @@ class VllmEngine:
                 if record.failure:
                     raise record.failure
                 whole = True
-                yield answer
+                give(answer)
                 return
-            async for chunk in _chunks(call, job, record):
-                yield with_usage(chunk, counts) if request.usage_on_chunks else with_own_id(chunk, job)
+            await _give_chunks(
+                call,
+                job,
+                record,
+                lambda chunk: give(with_usage(chunk, counts) if request.usage_on_chunks else with_own_id(chunk, job)),
+            )
             whole = True
         except EngineFailure:
             raise
@@ -175,19 +179,20 @@ class VllmEngine:
         text = b'{"prompt": "Hello", "max_tokens": 2, "logprobs": 1, "echo": true}'
         body, stream = (b'{"input": "Hello"}', False) if embeds else (text, True)
         job = Job(request_id="warm-up", attempt=0, endpoint=endpoint, body=body, stream=stream, cache_salt="warm-up")
-        async for _ in self.generate(job, Counts()):
-            pass
+        await self.generate(job, Counts(), lambda chunk: None)
 
 
-async def _chunks(call: AsgiCall, job: Job, record: "Record") -> AsyncIterator[bytes]:
-    """The chunks of a stream that ends as its API's do; raises EngineFailure or UnknownForm.
+async def _give_chunks(call: AsgiCall, job: Job, record: "Record", give: Give) -> None:
+    """Those of a stream that ends as its API's do; raises EngineFailure or UnknownForm.
 
     The Responses API begins to speak before the first token. Until that comes the attempt may fail and be made again
     elsewhere, so nothing of it must be seen: what comes before is kept back.
     """
     whole = False
     early: list[bytes] = []
-    async for name, data in call.events():
+
+    def take(name: bytes, data: bytes) -> None:
+        nonlocal whole
         kind = event_kind(job.endpoint, name, data)
         if kind == "error":
             raise record.failure or failure_of(data, 0, job.request_id)
@@ -196,8 +201,10 @@ async def _chunks(call: AsgiCall, job: Job, record: "Record") -> AsyncIterator[b
             early.append(data)
         if record.counts.completion_tokens or whole:
             for event in early:
-                yield event
+                give(event)
             early.clear()
+
+    await call.events(take)
     if record.failure or not whole:
         raise record.failure or EngineFailure("engine_error", "vLLM's stream was cut", retryable=True)
 
