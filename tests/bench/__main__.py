@@ -1,4 +1,7 @@
-"""``make bench``: every benchmark in its short form, one after the other, each in a process of its own."""
+"""``make bench``: every benchmark in its short form, one after the other, each in a process of its own.
+
+``make bench ARGS=NAME`` runs one of them with its own defaults: ``ARGS=peers``, ``ARGS="stream --streams 32"``.
+"""
 
 import subprocess
 import sys
@@ -17,6 +20,9 @@ BENCHES: list[list[str]] = [
 
 
 def main() -> int:
+    if sys.argv[1:]:
+        name, *options = sys.argv[1:]
+        return subprocess.run([sys.executable, "-m", f"tests.bench.bench_{name}", *options], check=False).returncode
     status = 0
     for bench in BENCHES:
         print(f"== {' '.join(bench)}", flush=True)
