@@ -93,4 +93,4 @@ def _show(answer: control.Answer, *, as_json: bool) -> None:
     rows: list[tuple[Any, ...]] = [
         (it.name, it.model, it.version or "stable", it.state, it.pid or "-") for it in answer.workers
     ]
-    show(answer.workers, table(("worker", "model", "version", "state", "pid"), rows), as_json=as_json)
+    show(answer.workers, table(("worker", "model", "started for", "state", "pid"), rows), as_json=as_json)

@@ -31,6 +31,7 @@ class Outcome(NamedTuple):
 
     verdict: str
     canary: int
+    """Requests that the new version had been given."""
     seconds: float
     hurt: int
 
@@ -52,7 +53,8 @@ def roll_out(kind: int, seed: int) -> Outcome:
         for end in canary
     )
     verdict = "stopped" if progress.phase == "stopped" else "good" if _all_well(world) else "not known"
-    return Outcome(verdict, sum(step.canary for step in progress.evidence), (world.now - began) / 1000, hurt)
+    given = len({request_id for _, request_id, version in world.dispatches if version == "v2"})
+    return Outcome(verdict, given, (world.now - began) / 1000, hurt)
 
 
 def _all_well(world: RolloutWorld) -> bool:

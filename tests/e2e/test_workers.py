@@ -9,9 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from compose.cli.main import app
 from compose.stack import control
 from compose.stack.data_dir import ComposeError, DataDir
+from contracts.errors import HeadraceError
 from tests.support.polling import wait_until
 from tests.support.stack import ENVIRONMENT, Stack, StartStack, alive, headrace
 
@@ -311,3 +314,113 @@ def test_without_a_stack_the_commands_say_so(tmp_path: Any) -> None:
     assert refused.returncode == 1 and "no stack is running" in refused.stderr
     with pytest.raises(ComposeError):
         control.call(tmp_path / "control.sock", control.ListWorkers())
+
+
+@pytest.fixture(scope="module")
+def published(stack: Stack) -> Stack:
+    """It has a version ``other`` of model a, which nobody serves."""
+    stack.cli_json("model", "publish", "a", "--version", "other", "--engine", "simulated", "--no-golden")
+    return stack
+
+
+def attempt(stack: Stack, *command: str) -> str:
+    """What a command that must fail says."""
+    done = CliRunner().invoke(app, [*command, "--data-dir", str(stack.data_dir)])
+    assert done.exit_code in (1, 2), done.output
+    if done.exit_code == 2:
+        return done.output
+    assert isinstance(done.exception, ComposeError | HeadraceError), repr(done.exception)
+    return str(done.exception)
+
+
+START = ("start", "a", "--to", "sim-1")
+OTHER = ("start", "a", "--to", "other")
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (("start", "a"), "Missing option"),
+        (("start", "--to", "other"), "Missing argument"),
+        ((*OTHER, "more"), "unexpected extra argument"),
+        (("start", "nobody", "--to", "other"), "there is no model nobody"),
+        (("start", "", "--to", "other"), "the name is empty"),
+        (("start", "a" * 65, "--to", "other"), "at most 64"),
+        (("start", "a", "--to", "nobody"), "there is no version nobody"),
+        (("start", "a", "--to", ""), "empty"),
+        (("start", "a", "--to", "a@b"), "no @"),
+        (START, "a serves sim-1 already"),
+        ((*OTHER, "--steps", ""), "steps must be 1 to 64 shares"),
+        ((*OTHER, "--steps", "x"), "'x' is no number"),
+        ((*OTHER, "--steps", "nan"), "is no number"),
+        ((*OTHER, "--steps", "1e999"), "is no number"),
+        ((*OTHER, "--steps", "0,50"), "above 0 and at most 100"),
+        ((*OTHER, "--steps", "5,101"), "above 0 and at most 100"),
+        ((*OTHER, "--steps", "50,5"), "larger than the one before"),
+        ((*OTHER, "--steps", "5,5"), "larger than the one before"),
+        ((*OTHER, "--steps", "100"), "must be below 100"),
+        ((*OTHER, "--steps", ",".join(map(str, range(1, 90)))), "steps must be 1 to 64 shares"),
+        ((*OTHER, "--hold", ""), "--hold is a time such as 10m"),
+        ((*OTHER, "--hold", "-1s"), "--hold is a time such as 10m"),
+        ((*OTHER, "--hold", "31d"), "hold must be from 0 to 30 days"),
+        ((*OTHER, "--by", "user"), "--by is request, tenant or conversation"),
+        ((*OTHER, "--tenants", "nobody"), "there is no tenant nobody"),
+        ((*OTHER, "--tenants", "demo,demo"), "names one twice"),
+        ((*OTHER, "--shadow", "-1"), "shadow must be from 0 to 100"),
+        ((*OTHER, "--shadow", "nan"), "shadow must be from 0 to 100"),
+        ((*OTHER, "--shadow", "much"), "unable to parse string as a number"),
+        (("status", "nobody"), "there is no model nobody"),
+        (("status", "a"), "there was no roll-out of a yet"),
+        *(((change, "a"), "there was no roll-out of a yet") for change in ("pause", "resume", "promote", "abort")),
+        *(((change, "nobody"), "there is no model nobody") for change in ("pause", "resume", "promote", "abort")),
+        *(((change,), "Missing argument") for change in ("pause", "resume", "promote", "abort")),
+    ],
+)
+def test_a_roll_out_that_makes_no_sense_is_refused(published: Stack, command: tuple[str, ...], reason: str) -> None:
+    assert reason in " ".join(attempt(published, "rollout", *command).replace("│", " ").split())
+    assert nothing_changed(published)
+
+
+def nothing_changed(stack: Stack) -> bool:
+    with stack.admin() as admin:
+        return bool(admin.get("/admin/v1/rollouts").json()["data"] == [])
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "body", "status"),
+    [
+        ("POST", "a", b"", 400),
+        ("POST", "a", b"nothing", 400),
+        ("POST", "a", b"[]", 400),
+        ("POST", "a", b"{}", 400),
+        ("POST", "a", b'{"to":5}', 400),
+        ("POST", "a", b'{"to":"other","more":1}', 400),
+        ("POST", "a", b'{"to":"other","steps":"all"}', 400),
+        ("POST", "a", b'{"to":"other","steps":[1e400]}', 400),
+        ("POST", "a", b'{"to":"other","steps":[null]}', 400),
+        ("POST", "a", b'{"to":"other","steps":[100]}', 400),
+        ("POST", "a", b'{"to":"other","hold_ms":-1}', 400),
+        ("POST", "a", b'{"to":"other","hold_ms":1.5}', 400),
+        ("POST", "a", b'{"to":"other","by":"user"}', 400),
+        ("POST", "a", b'{"to":"other","tenants":"demo"}', 400),
+        ("POST", "a", b'{"to":"other","tenants":["nobody"]}', 404),
+        ("POST", "a", b'{"to":"other","shadow":"x"}', 400),
+        ("POST", "a", b'{"to":"other","shadow":101}', 400),
+        ("POST", "a", b'{"to":"none"}', 404),
+        ("POST", "a", b'{"to":"sim-1"}', 409),
+        ("POST", "nobody", b'{"to":"other"}', 404),
+        ("PATCH", "a", b"{}", 400),
+        ("PATCH", "a", b'{"wanted":"explode"}', 400),
+        ("PATCH", "a", b'{"wanted":"abort"}', 404),
+        ("PATCH", "nobody", b'{"wanted":"abort"}', 404),
+        ("GET", "a", b"", 404),
+        ("GET", "nobody", b"", 404),
+    ],
+)
+def test_so_it_is_over_http(published: Stack, method: str, model: str, body: bytes, status: int) -> None:
+    with published.admin() as admin:
+        headers = {"content-type": "application/json"} if body else {}
+        answer = admin.request(method, f"/admin/v1/models/{model}/rollout", content=body, headers=headers)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["message"]
+    assert nothing_changed(published)
