@@ -20,7 +20,7 @@ STAMP := .venv/.installed
 LOCKS := compose/deploy/locks
 CODE := contracts gateway scheduler worker ledger compose
 
-.PHONY: help .venv run test test-all lint format audit sbom chaos explore bench clean
+.PHONY: help .venv run test test-all pictures lint format audit sbom chaos explore bench clean
 
 help: ## show this list
 	@grep -hE '^[.a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([.a-z]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -50,6 +50,9 @@ test: .venv ## every package and the main job with the real vLLM (ARGS="-k name"
 
 test-all: .venv ## every test that needs no GPU: the long ones and all of vLLM too
 	@$(BIN)/python -m tests.support.suite --all $(ARGS)
+
+pictures: .venv ## the README's pictures of the pages, by their tests: docs/*.png (needs Chromium)
+	@HEADRACE_SCREENSHOTS=$(CURDIR)/docs $(BIN)/python -m tests.support.suite tests/e2e/test_pages.py
 
 lint: .venv ## ruff, mypy, and what may import what
 	@$(BIN)/ruff check .

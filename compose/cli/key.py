@@ -45,7 +45,8 @@ def key_create(
     scopes: Annotated[
         str,
         typer.Option(
-            help="inference, usage; or admin:keys, admin:tenants, admin:models, admin:usage; 'admin' is all of those."
+            help="inference, usage; or admin:keys, admin:tenants, admin:models, admin:usage, admin:prices; "
+            "'admin' is all of those."
         ),
     ] = "inference,usage",
     expires: ExpiresOption = None,

@@ -35,6 +35,7 @@ from compose.stack.data_dir import (
     read_peppers,
     write_private,
 )
+from compose.stack.greeting import Greeting
 from compose.stack.manifest import make_manifest
 from compose.stack.nats_system import Servers
 from compose.stack.ports import Ports
@@ -481,29 +482,17 @@ class Stack:
         )
 
     def _greet(self, took_s: float) -> None:
-        body = {
-            "model": self._manifests[0].name,
-            "stream": True,
-            "temperature": 0,
-            "messages": [{"role": "user", "content": "What is the capital of France?"}],
-        }
-        sql = f"  SQL        http://{self._sql} (reads only; user and password in sql.json)\n" if self._sql else ""
         file = self._directory.first_key
         write_private(file, self._secrets.key.encode())
-        # What is not a terminal is a file or a collector of logs, which others read.
-        key = f"{self._secrets.key} (in {file})" if sys.stdout.isatty() else f"in {file}"
-        self._terminal.say(
-            f"ready after {took_s:.1f} s\n\n"
-            f"  page       {self._url}/\n"
-            f"  usage      {self._url}/usage\n"
-            f"  API        {self._url}/v1\n"
-            f"  admin      {self._admin_url}/docs (usage of all at /admin/usage; key in run.json)\n"
-            f"  metrics    {self.supervisor.of('gateway')[0].spec.metrics_url}/stack (of all processes)\n"
-            f"  key        {key}\n"
-            f"  models     {', '.join(manifest.name for manifest in self._manifests)}\n"
-            f"{sql}"
-            f"  data       {self._directory.path} (logs in logs/, addresses in run.json)\n\n"
-            f'  curl -N {self._url}/v1/chat/completions -H "Authorization: Bearer $(cat {file})" \\\n'
-            f"    -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n\n"
-            f"Headrace is ready at {self._url}"
+        greeting = Greeting(
+            url=self._url,
+            admin_url=self._admin_url,
+            metrics_url=f"{self.supervisor.of('gateway')[0].spec.metrics_url}/stack",
+            sql=f"http://{self._sql}" if self._sql else "",
+            key=self._secrets.key,
+            admin_key=self._secrets.admin_key,
+            key_file=str(file),
+            directory=str(self._directory.path),
+            models=[manifest.name for manifest in self._manifests],
         )
+        self._terminal.say(greeting.text(took_s=took_s, terminal=sys.stdout.isatty()))

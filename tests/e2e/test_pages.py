@@ -1,20 +1,131 @@
 """The pages in a real browser, on a real stack: chat, and the console as operators use it, by hand and by keyboard."""
 
+import asyncio
+import contextlib
+import json
 import os
+import random
 import signal
+import threading
+import uuid
 from collections.abc import Iterator
 
 import httpx
+import msgspec
 import pytest
 
-from tests.support.browser import Browser, page
+from contracts import clock, subjects
+from contracts.bus import Bus
+from contracts.messages.attempts import AttemptEvent
+from tests.support.browser import Browser, page, picture
+from tests.support.polling import wait_until
 from tests.support.stack import Stack, StartStack
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+RIGHT_TO_LEFT = "شركة الاختبار"
+LONG = "a-tenant-whose-name-is-as-long-as-names-may-be-" + "x" * 17
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with page() as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Two models, three workers, prices, tenants with odd names, and a week of usage."""
+    models = ("--model", "chat-large", "--model", "chat-small", "--workers", "chat-large=2,chat-small=1")
+    options = ("--engine", "simulated", *models)
+    stack = Stack(tmp_path_factory.mktemp("pages") / "data", *options).wait_ready()
+    try:
+        with stack.admin() as admin:
+            for name in ("acme", HOSTILE, RIGHT_TO_LEFT, LONG):
+                new = {"name": name, "limits": {"rpm": 600}, "monthly_budget_tokens": 900_000}
+                assert admin.post("/admin/v1/tenants", json=new).status_code == 201
+            for model, price in (("chat-large", "0.60"), ("chat-small", "0.15")):
+                new = {"model": model, "input": price, "output": price, "valid_from": "2026-01-01", "backdate": True}
+                assert admin.post("/admin/v1/prices", json=new).status_code == 201
+            key = next(each["id"] for each in admin.get("/admin/v1/keys").json()["data"] if each["tenant"] == "demo")
+        asyncio.run(a_week_of_usage(stack, key))
+        yield stack
+    finally:
+        stack.stop()
+
+
+async def a_week_of_usage(stack: Stack, key: str) -> None:
+    """Ends of requests of the last days, as workers would have stored them."""
+    bus = await Bus.connect(stack.run.nats_url, name="operator", credentials=stack.credentials)
+    try:
+        for event in past_ends(key):
+            subject = subjects.attempt(event.model, event.request_id, 1)
+            await bus.jetstream.store(subject, msgspec.json.encode(event), msg_id=event.request_id)
+    finally:
+        await bus.close()
+
+
+def past_ends(key: str) -> Iterator[AttemptEvent]:
+    """Six days of them, always the same but for the present moment."""
+    shape = random.Random(1)
+    now_ms = clock.now_ms()
+    for day in range(6):
+        for number in range(24):
+            at_ms = now_ms - day * 86_400_000 - number * 60_000 - 3_600_000
+            model = "chat-large" if number % 3 else "chat-small"
+            first_ms, output = at_ms + shape.randrange(60, 400), shape.randrange(100, 900)
+            yield AttemptEvent(
+                request_id=request_id_at(at_ms, shape),
+                tenant="demo",
+                key_id=key,
+                model=model,
+                version="sim-1",
+                endpoint="chat/completions",
+                priority="interactive",
+                attempt=1,
+                outcome="completed" if number % 12 else "failed",
+                reporter="worker",
+                worker="worker-0-a",
+                billable=bool(number % 12),
+                prompt_tokens=shape.randrange(200, 4000),
+                cached_tokens=shape.randrange(0, 200),
+                completion_tokens=output,
+                admitted_at_ms=at_ms,
+                dispatched_at_ms=at_ms + 20,
+                started_at_ms=at_ms + 25,
+                first_token_at_ms=first_ms,
+                ended_at_ms=first_ms + output * 20,
+            )
+
+
+def request_id_at(at_ms: int, shape: random.Random) -> str:
+    """A UUIDv7 of that moment."""
+    return str(uuid.UUID(int=at_ms << 80 | 7 << 76 | shape.getrandbits(12) << 64 | 2 << 62 | shape.getrandbits(62)))
+
+
+@contextlib.contextmanager
+def busy(stack: Stack, callers: int = 10) -> Iterator[None]:
+    """Callers of streams that go on until the block ends."""
+    left = threading.Event()
+
+    def call(number: int) -> None:
+        model = "chat-large" if number % 3 else "chat-small"
+        tokens = {"tokens": ["word "] * 600, "itl_ms": 20}
+        body = {"model": model, "max_tokens": 600, "stream": True, "simulate": tokens}
+        body["messages"] = [{"role": "user", "content": "tell me " * (40 * number + 40)}]
+        with stack.client() as client, client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            for _ in answer.iter_lines():
+                if left.is_set():
+                    return
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(callers)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        left.set()
+        for thread in threads:
+            thread.join()
 
 
 def text(browser: Browser, selector: str) -> str:
@@ -53,25 +164,158 @@ def test_a_link_fills_in_the_key_and_leaves_no_trace_of_it(stack: Stack, browser
 def test_a_chat_streams_and_says_how_fast(stack: Stack, browser: Browser) -> None:
     browser.open(f"{stack.run.url}/#key={stack.run.key}")
     browser.until("document.body.dataset.ready && !document.getElementById('model').disabled")
-    browser.run("document.getElementById('message').value = '<b>one</b> two'; document.getElementById('send').click()")
+    browser.run(f"document.getElementById('message').value = {HOSTILE!r}; document.getElementById('send').click()")
     browser.until("document.querySelectorAll('#talk .figures').length")
-    assert "tokens/s" in text(browser, "#talk .figures") and text(browser, "#talk .user .text") == "<b>one</b> two"
+    assert "tokens/s" in text(browser, "#talk .figures") and text(browser, "#talk .user .text") == HOSTILE
     assert text(browser, "#talk .assistant .text") and not browser.errors
+    picture(browser, "chat")
+
+
+def test_a_month_of_usage_is_drawn(stack: Stack, browser: Browser) -> None:
+    browser.open(f"{stack.run.url}/usage#key={stack.run.key}")
+    browser.until("document.querySelectorAll('#spend rect').length >= 1")
+    assert "USD" in text(browser, "#sums") and not browser.errors
+    picture(browser, "usage")
+
+
+def console(browser: Browser, stack: Stack, view: str = "", key: str = "") -> None:
+    """The console as that key sees it."""
+    browser.call("Page.navigate", url="about:blank")  # What follows is no change of the fragment alone.
+    browser.open(f"{stack.run.admin_url}/console#key={key or stack.run.admin_key}")
+    browser.until("document.querySelectorAll('#views a').length && document.body.dataset.drawn")
+    if view:
+        browser.run(f"delete document.body.dataset.drawn, location.hash = {view!r}")
+        browser.until("document.body.dataset.drawn")
+
+
+def button(browser: Browser, label: str, inside: str = "document") -> None:
+    """Press the first button that says so."""
+    found = f"[...{inside}.querySelectorAll('button')].find(each => each.innerText === {label!r})"
+    browser.until(f"Boolean({found})")
+    browser.run(f"{found}.click()")
 
 
 def test_the_console_shows_what_runs_as_it_runs(stack: Stack, browser: Browser) -> None:
-    browser.open(f"{stack.run.admin_url}/console#key={stack.run.admin_key}")
-    browser.until("document.body.dataset.drawn === 'live'")
-    assert "worker-0" in text(browser, ".model") and "live" in text(browser, "#state")
-    busy = {"tokens": ["x "] * 400, "itl_ms": 20}
-    body = {"model": stack.model, "messages": [{"role": "user", "content": "hi"}], "stream": True, "simulate": busy}
-    with stack.client() as client, client.stream("POST", "/v1/chat/completions", json=body) as answer:
-        assert answer.status_code == 200
-        browser.until("[...document.querySelectorAll('.sums dd')][2].innerText.startsWith('1')")
-        browser.until("/\\d\\/s/.test(document.querySelector('.sums dd').innerText)")
+    with busy(stack):
+        console(browser, stack)
+        assert "worker-0" in text(browser, ".model") and "live" in text(browser, "#state")
+        browser.until("document.querySelectorAll('.sums dd')[2].innerText.startsWith('10')")
+        browser.until("document.querySelector('.sums path').getAttribute('d').split('L').length > 12")
+        assert not text(browser, ".sums dd").startswith(("0", "–"))
         browser.run("document.querySelector('.model details').open = true")
         browser.until("document.querySelector('.model details').innerText.includes('demo')")
+        browser.run("document.querySelector('.model details').open = false")
+        picture(browser, "console")
+        browser.look(dark=True)
+        picture(browser, "console-dark")
+        browser.look(width=390, height=844)
+        assert browser.run("document.documentElement.scrollWidth") == 390
+        picture(browser, "console-phone")
+        browser.look()
     assert not browser.errors
+
+
+def test_a_worker_is_drained_and_a_request_cancelled_after_a_question(stack: Stack, browser: Browser) -> None:
+    dialog = "document.querySelector('dialog')"
+    with busy(stack, 3):
+        console(browser, stack)
+        button(browser, "Drain")
+        browser.until(f"{dialog}.innerText.includes('takes nothing more')")
+        browser.press("Escape")
+        browser.until(f"!{dialog}")
+        assert "held" not in text(browser, ".model"), "who says no changes nothing"
+        button(browser, "Drain")
+        button(browser, "Drain it", dialog)
+        browser.until("document.querySelector('.model').innerText.includes('held')")
+        button(browser, "Resume")
+        button(browser, "Resume it", dialog)
+        browser.until("!document.querySelector('.model').innerText.includes('held')")
+        browser.run("document.querySelector('.model details').open = true")
+        browser.until("document.querySelector('.model details').innerText.includes('demo')")
+        button(browser, "Cancel", "document.querySelector('.model details')")
+        button(browser, "Cancel it", dialog)
+        browser.until(f"!{dialog}")
+    done = [each["action"] for each in stack.cli_json("audit") if (each["via"], each["result"]) == ("console", "done")]
+    assert done[-3:] == ["workers.change", "workers.change", "requests.cancel"]
+    assert not browser.errors
+
+
+def test_records_are_changed_by_keyboard_and_shown_as_text(stack: Stack, browser: Browser) -> None:
+    console(browser, stack, "tenants")
+    shown = text(browser, "#view")
+    assert all(name in shown for name in (HOSTILE, RIGHT_TO_LEFT)) and browser.run("document.images.length") == 1
+    console(browser, stack, "keys")
+    browser.run("[...document.querySelectorAll('button')].find(each => each.innerText === 'New key').focus()")
+    browser.press("Enter")
+    browser.until("Boolean(document.activeElement.closest('dialog'))")
+    browser.call("Input.insertText", text="acme")
+    browser.press("Enter")
+    secret = browser.until("document.querySelector('.secret')?.innerText")
+    assert secret.startswith("hr_")
+    button(browser, "I have it")
+    browser.until("!document.querySelector('dialog') && document.querySelector('#view').innerText.includes('acme')")
+    assert secret not in browser.run("document.documentElement.outerHTML")
+    with stack.client(secret) as client:
+        assert wait_until(lambda: client.get("/v1/models").status_code == 200, "the key works")
+        browser.run("[...document.querySelectorAll('tr')].find(row => row.innerText.includes('acme'))"
+                    ".querySelector('button.danger').click()")  # fmt: skip
+        button(browser, "Revoke it")
+        wait_until(lambda: client.get("/v1/models").status_code == 401, "it is revoked")
+    assert not browser.errors
+
+
+def test_every_view_is_drawn_on_a_phone_and_by_a_key_of_its_area_alone(stack: Stack, browser: Browser) -> None:
+    views = ["live", "requests", "tenants", "keys", "models", "prices", "quarantine", "audit"]
+    browser.look(width=390, height=844)
+    for view in views:
+        console(browser, stack, view)
+        assert browser.run("document.body.dataset.drawn") != "failed", text(browser, "#notice")
+        assert browser.run("document.documentElement.scrollWidth") == 390, view
+    browser.look()
+    with stack.admin() as admin:
+        key = admin.post("/admin/v1/keys", json={"tenant": "acme", "scopes": ["admin:keys"]}).json()["key"]
+    wait_until(lambda: stack_lets_in(stack, key), "the key works")
+    console(browser, stack, key=key)
+    assert text(browser, "#views a").split() == ["Keys", "Audit"]
+    assert not browser.errors
+
+
+def stack_lets_in(stack: Stack, key: str) -> bool:
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.get(f"{stack.run.admin_url}/admin/v1/key", headers=headers, trust_env=False).status_code == 200
+
+
+@pytest.mark.parametrize("workers", [0, 200])
+def test_no_worker_and_two_hundred_are_shown(stack: Stack, browser: Browser, workers: int) -> None:
+    """With a snapshot of ours in the place of the gateway's."""
+    with stack.admin() as admin:
+        view = admin.get("/admin/v1/live").json()
+    model = view["models"][0]
+    [pool] = model["pools"]
+    one = pool["workers"][0] | {"kv_tokens_used": 4_000, "slots": 8}
+    states = ["ready"] * 12 + ["engine_down", "starting", "held"]
+    pool["workers"] = [
+        one | {"worker": f"worker-{index}-{index:012x}", "state": states[index % 15], "running": index % 9}
+        for index in range(workers)
+    ]
+    pool["ready"] = workers - workers // 5
+    body = f"event: live\ndata: {json.dumps(view | {'models': [model]})}\n\n"
+    console(browser, stack, "prices")
+    browser.run(
+        "((real) => { window.fetch = (path, options) => String(path).endsWith('/live')"
+        f" ? Promise.resolve(new Response({json.dumps(body)})) : real(path, options); }})(window.fetch)"
+    )
+    browser.run("delete document.body.dataset.drawn, location.hash = 'live'")
+    browser.until("document.body.dataset.drawn === 'live'")
+    if workers:
+        assert browser.run("document.querySelectorAll('.cells > i').length") == workers
+        assert len(text(browser, ".model td.mono").split()) == 8, "those that need a look, and the rest when asked for"
+        button(browser, "Show all 200")
+        browser.until("document.querySelectorAll('.model td.mono').length === 200")
+        button(browser, "Show 8")
+        picture(browser, "console-many")
+    else:
+        assert "no worker" in text(browser, ".model")
 
 
 def test_a_key_that_is_for_nothing_there_is_told_so(stack: Stack, browser: Browser) -> None:

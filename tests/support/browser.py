@@ -16,6 +16,7 @@ import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 WAIT_S = 30.0
+PICTURE_HEIGHT_MAX = 1180
 
 
 def chromium() -> str | None:
@@ -143,9 +144,9 @@ class Browser:
                 **(text if kind == "keyDown" else {}),
             )
 
-    def screenshot(self, path: Path) -> None:
+    def screenshot(self, path: Path, *, height_max: float = 1e9) -> None:
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], height_max), "scale": 1}
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(shot["data"]))
 
@@ -174,4 +175,4 @@ def choose(browser: Browser, field: str, value: str) -> None:
 def picture(browser: Browser, name: str) -> None:
     """Into the folder HEADRACE_SCREENSHOTS, if that is named."""
     if directory := os.environ.get("HEADRACE_SCREENSHOTS"):
-        browser.screenshot(Path(directory) / f"{name}.png")
+        browser.screenshot(Path(directory) / f"{name}.png", height_max=PICTURE_HEIGHT_MAX)

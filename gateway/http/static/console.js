@@ -2,10 +2,19 @@
 
 import { call, find, key, make, onKey } from "./frame.js";
 import * as live from "./live.js";
+import * as records from "./records.js";
+import * as trail from "./trail.js";
 
 // By the address's fragment: title, the scope that it needs, and what shows it; `open` gives what ends it.
 const VIEWS = {
   live: { title: "Live", scope: "admin:models", open: live.open },
+  requests: { title: "Requests", scope: "admin:usage", open: trail.requests },
+  tenants: { title: "Tenants", scope: "admin:tenants", open: records.tenants },
+  keys: { title: "Keys", scope: "admin:keys", open: records.keys },
+  models: { title: "Models", scope: "admin:models", open: records.models },
+  prices: { title: "Prices", scope: "admin:prices", open: records.prices },
+  quarantine: { title: "Quarantine", scope: "admin:models", open: trail.quarantine },
+  audit: { title: "Audit", scope: ["admin:keys", "admin:tenants", "admin:models", "admin:usage", "admin:prices"], open: trail.audit },
 };
 
 const view = find("view"), notice = find("notice"), state = find("state");

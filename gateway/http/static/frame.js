@@ -146,7 +146,7 @@ const known = (show) => (value) => value === null || value === undefined ? DASH 
 export const whole = known((value) => wholeFormat.format(value));
 export const short = known((value) => value < 10000 ? wholeFormat.format(value) : shortFormat.format(value));
 export const perSecond = known((value) => `${value < 100 ? value.toFixed(1) : short(value)}/s`);
-export const percent = known((share) => `${(share * 100).toFixed(share && share < 0.1 ? 1 : 0)} %`);
+export const percent = known((share) => share > 0 && share < 0.001 ? "<0.1 %" : `${(share * 100).toFixed(share && share < 0.1 ? 1 : 0)} %`);
 export const span = known((ms) => {
   if (ms < 1) return `${Number(ms.toPrecision(2))} ms`;
   if (ms < 1000) return `${Math.round(ms)} ms`;

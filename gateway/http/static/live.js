@@ -1,10 +1,10 @@
 // Pools, workers and queues as they are now: a snapshot about once a second.
 
 import { sparkline } from "./charts.js";
-import { ask, badge, call, choiceField, draw, find, make, meter, missing, perSecond, percent, readEvents, reconcile, request, setMeter, setText, short, span, table, whole } from "./frame.js";
+import { ask, badge, call, draw, find, make, meter, missing, perSecond, percent, readEvents, reconcile, request, setMeter, setText, short, span, table, whole } from "./frame.js";
 
 const SECONDS = 120, AGAIN_MS = 2000, SILENT_MS = 5000, FEW = 8;
-const STATES = { ready: "good", starting: "warn", draining: "warn", engine_down: "bad", failed: "bad" };
+const STATES = { ready: "good", held: "warn", starting: "warn", draining: "warn", engine_down: "bad", failed: "bad" };
 
 export async function open(view, { tell, fail }) {
   const stop = new AbortController();
@@ -98,10 +98,10 @@ function modelCard(model) {
   const poolTable = make("div", { class: "scroll" }, make("table", {}, make("caption", { class: "hidden" }, "Pools"), head([
     ["Version", "name"], ["Ready / desired"], ["Slots"], ["KV tokens"], ["Output"], ["Prompt", "wide"], ["In engine queue", "wide"]]), pools));
   const queue = make("div", {}, make("h3", {}, "Queue by tenant"), make("div", { class: "scroll" }, make("table", {}, head([
-    ["Tenant", "name"], ["Waiting"], ["Tokens", "wide"], ["Oldest"], ["Running"], ["Reserved tokens", "wide"]]), tenants)));
+    ["Tenant", "name"], ["Waiting"], ["Tokens", "wide"], ["Oldest"], ["Running"], ["Reserved", "wide"]]), tenants)));
   const noQueue = make("p", { class: "empty" }, "Nobody waits, nothing runs.");
   const workers = workerList(model.model), requests = openRequests(model.model);
-  body.append(poolTable, make("div", { class: "columns" }, workers.element, make("div", {}, queue, noQueue, requests.element)));
+  body.append(poolTable, make("div", { class: "columns" }, workers.element, make("div", {}, queue, noQueue)), requests.element);
   const element = make("section", { class: "card model", "aria-label": model.model }, make("div", { class: "above" }, make("span", {}, title, " "), marks, owner), failed, body);
   element.update = (now) => {
     setText(failed, now.error ? `${now.model}: ${now.error}.` : "");
@@ -166,8 +166,9 @@ function workerList(model) {
     pools = now;
     const workers = pools.flatMap((pool) => pool.workers);
     const many = workers.length > FEW;
+    const rank = (worker) => ["bad", "warn", "good"].indexOf(STATES[worker.state]);
     const share = (worker) => worker.slots ? worker.running / worker.slots : 0;
-    const order = [...workers].sort((a, b) => (a.state === "ready") - (b.state === "ready") || (many ? share(b) - share(a) : 0) || (a.worker < b.worker ? -1 : 1));
+    const order = [...workers].sort((a, b) => rank(a) - rank(b) || (many ? share(b) - share(a) : 0) || (a.worker < b.worker ? -1 : 1));
     setText(title, `Workers ${whole(workers.length)}`);
     none.hidden = Boolean(workers.length);
     grid.hidden = !workers.length;
@@ -188,8 +189,10 @@ function workerList(model) {
 
 function workerRow(model, first) {
   const name = cell("name mono"), state = cell("name"), slots = meter(`slots of ${first.worker}`), kv = meter(`KV cache of ${first.worker}`), output = cell("wide");
-  const row = make("tr", {}, name, state, make("td", {}, slots), make("td", {}, kv), output, cell("actions"));
-  let shown = "";
+  const act = make("button", { type: "button", class: "plain small" }, "Drain"), actions = make("td", { class: "actions" }, act);
+  const row = make("tr", {}, name, state, make("td", {}, slots), make("td", {}, kv), output, actions);
+  let shown = "", held = false;
+  act.addEventListener("click", () => hold(model, first.worker, !held));
   row.update = (now) => {
     setText(name, now.worker);
     name.title = now.worker;
@@ -198,6 +201,10 @@ function workerRow(model, first) {
       state.replaceChildren(badge(now.state.replace("_", " "), STATES[now.state], now.reason));
       if (now.reason && now.state !== "ready") state.append(" ", make("span", { class: "soft" }, now.reason));
     }
+    held = now.state === "held";
+    setText(act, held ? "Resume" : "Drain");
+    act.setAttribute("aria-label", `${held ? "Resume" : "Drain"} ${now.worker}`);
+    act.hidden = !held && now.state !== "ready";
     setMeter(slots, now.running, now.slots, `${whole(now.running)} / ${whole(now.slots)}`);
     setMeter(kv, now.kv_tokens_used, now.kv_tokens, now.kv_tokens ? percent(now.kv_tokens_used / now.kv_tokens) : "–");
     kv.title = `${whole(now.kv_tokens_used)} of ${whole(now.kv_tokens)} tokens`;
@@ -205,6 +212,19 @@ function workerRow(model, first) {
   };
   return row;
 }
+
+const hold = (model, worker, held) => ask({
+  title: held ? `Drain ${worker}?` : `Let ${worker} take work again?`,
+  text: held ? "It takes nothing more; what runs there goes on to its end. Its process and engine stay, and it can be resumed." : "It is placed work at once.",
+  verb: held ? "Drain it" : "Resume it",
+  act: () => call(`/admin/v1/models/${encodeURIComponent(model)}/workers/${encodeURIComponent(worker)}`, { method: "PATCH", body: { held } }),
+});
+
+const cancel = (model, row) => ask({
+  title: `Cancel request ${row.request_id}?`, danger: true, verb: "Cancel it",
+  text: `Of tenant ${row.tenant}, ${row.state} for ${span(row.age_ms)}. Its caller is told that it was cancelled, and pays nothing.`,
+  act: () => call(`/admin/v1/models/${encodeURIComponent(model)}/requests/${encodeURIComponent(row.request_id)}`, { method: "DELETE" }),
+});
 
 const REQUESTS = 50, EVERY_MS = 2000;
 
@@ -222,14 +242,17 @@ function openRequests(model) {
         { title: "Age", show: (row) => span(row.age_ms) },
         { title: "Prompt", kind: "wide", show: (row) => whole(row.prompt_tokens) },
         { title: "Output", show: (row) => `${whole(row.completion_tokens)} / ${whole(row.max_output_tokens)}` },
+        { title: "", kind: "actions", show: (row) => make("button", { type: "button", class: "plain small danger", "aria-label": `Cancel ${row.request_id}`, onclick: async () => { await cancel(model, row); load(); } }, "Cancel") },
       ], data, { empty: "Nothing is open." }));
     } catch (error) {
       list.replaceChildren(make("p", { class: "error" }, error.message));
     }
   };
+  // Who is about to press a button keeps it.
+  const busy = () => list.contains(document.activeElement) || document.querySelector("dialog[open]");
   element.addEventListener("toggle", () => {
     clearInterval(timer);
-    if (element.open) { load(); timer = setInterval(() => element.isConnected ? load() : clearInterval(timer), EVERY_MS); }
+    if (element.open) { load(); timer = setInterval(() => element.isConnected ? busy() || load() : clearInterval(timer), EVERY_MS); }
   });
   return { element, update: (open) => setText(count, `Open requests ${whole(open)}`) };
 }
