@@ -5,9 +5,10 @@ import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
+
+from simulator.traces import BLOCK_TOKENS, LENGTH_MAX, Lengths, seeded
 
 WORDS = """
 time year people way day man thing woman life child world school state family student group country problem
@@ -17,40 +18,6 @@ service friend father power hour game line end member law car city community nam
 kid body back
 """.split()  # noqa: SIM905
 """A token each, with the space before it, in the vocabularies in use."""
-BLOCK_TOKENS = 512
-"""Tokens that one hash of a Mooncake trace stands for."""
-LENGTH_MAX = 1_000_000
-
-
-class Lognormal(NamedTuple):
-    """A length in tokens: e to the power of a normal variable."""
-
-    mu: float
-    sigma: float
-
-    def draw(self, source: random.Random) -> int:
-        return min(LENGTH_MAX, max(1, round(source.lognormvariate(self.mu, self.sigma))))
-
-
-class Lengths(NamedTuple):
-    """Of prompt and output."""
-
-    prompt: Lognormal
-    output: Lognormal
-
-
-def fixed(prompt: int, output: int) -> Lengths:
-    """Always the same."""
-    return Lengths(Lognormal(math.log(prompt), 0), Lognormal(math.log(output), 0))
-
-
-TRACES = {
-    "azure-conversation": Lengths(Lognormal(6.63, 0.99), Lognormal(5.02, 0.86)),
-    "azure-code": Lengths(Lognormal(7.29, 0.70), Lognormal(2.57, 1.27)),
-    "mooncake-conversation": Lengths(Lognormal(8.84, 1.08), Lognormal(5.84, 0)),
-}
-"""Lognormal fits to public traces: Azure's of 2023 (Azure/AzurePublicDataset), Mooncake's (kvcache-ai/Mooncake), of
-whose outputs only the mean is used. Means are within 10 % of theirs, medians lower."""
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -82,11 +49,6 @@ class Planned(msgspec.Struct, frozen=True):
     """Empty: none."""
     turns: tuple[tuple[str, int], ...]
     """What its caller says, and how many tokens it wants back."""
-
-
-def seeded(name: str) -> random.Random:
-    """The same draws for the same name."""
-    return random.Random(name)  # noqa: S311
 
 
 def text(source: random.Random, tokens: int) -> str:

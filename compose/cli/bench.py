@@ -117,7 +117,7 @@ def _level(text: str) -> "dict[Span, float]":
 
 
 def _lengths(text: str) -> "Lengths":
-    from compose.bench.workload import LENGTH_MAX, TRACES, fixed
+    from simulator.traces import LENGTH_MAX, TRACES, fixed
 
     if text in TRACES:
         return TRACES[text]

@@ -26,6 +26,7 @@ from compose.cli import (
     quarantine,
     queue,
     rollout,
+    simulate,
     submit,
     tenant,
     top,
@@ -53,6 +54,7 @@ COMMANDS = (
     nats_config.nats_config,
     audit.audit,
     bench.bench,
+    simulate.simulate,
 )
 GROUPS = {
     "tenant": tenant.app,

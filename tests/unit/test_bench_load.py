@@ -9,7 +9,8 @@ import pytest
 
 from compose.bench.measure import Seen, is_good, percentile, request_line, summarize, vllm_result
 from compose.bench.picture import draw
-from compose.bench.workload import TRACES, BadTrace, Load, fixed, plan, replay, seeded
+from compose.bench.workload import BadTrace, Load, plan, replay
+from simulator.traces import TRACES, fixed, seeded
 
 
 def seen(due_s: float, first_s: float, end_s: float, tokens: int, gaps: list[float], error: str = "") -> Seen:

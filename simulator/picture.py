@@ -1,0 +1,86 @@
+"""A run as one SVG, over time: goodput, time to first token, how many workers there were. Needs a browser only."""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from simulator.report import Report
+
+WIDTH, PANEL, LEFT, TOP, GAP = 960, 150, 80, 60, 60
+ACROSS = WIDTH - LEFT - 40
+_STYLE = (
+    "text{font:13px system-ui,sans-serif;fill:#222}.grid{stroke:#ddd}.line{fill:none;stroke-width:1.5}"
+    ".a{stroke:#2a7ab0}.b{stroke:#c0392b}.c{stroke:#999;stroke-dasharray:4 3}"
+)
+Line = Sequence[tuple[float, float]]
+
+
+def draw(report: Report, title: str) -> str:
+    """Requests a second that came and that were good, the first token's median and 95th percentile, workers."""
+    series = report.series
+    workers = _sum(list(report.replicas.values()))
+    panels: list[tuple[str, list[tuple[str, str, Line]]]] = [
+        (
+            "requests a second",
+            [
+                ("c", "asked", [(it.at_s, it.asked_per_s) for it in series]),
+                ("a", "good", [(it.at_s, it.good_per_s) for it in series]),
+                ("b", "refused or failed", [(it.at_s, it.bad_per_s) for it in series]),
+            ],
+        ),
+        (
+            "time to first token, ms",
+            [
+                ("a", "median", [(it.at_s, it.ttft_p50_ms) for it in series]),
+                ("b", "95 %", [(it.at_s, it.ttft_p95_ms) for it in series]),
+            ],
+        ),
+        ("workers", [("a", "there", workers)]),
+    ]
+    height = TOP + len(panels) * (PANEL + GAP)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
+        f'<title>{escape(title)}</title><style>{_STYLE}</style><rect width="100%" height="100%" fill="#fff"/>',
+        f'<text x="{LEFT}" y="28" style="font-size:16px">{escape(title)}: seed {report.seed}</text>',
+    ]
+    for number, (name, lines) in enumerate(panels):
+        parts += _panel(TOP + number * (PANEL + GAP), name, lines, report.simulated_s, steps=name == "workers")
+    return "\n".join([*parts, "</svg>"])
+
+
+def _panel(top: float, name: str, lines: list[tuple[str, str, Line]], span_s: float, *, steps: bool) -> Iterator[str]:
+    most = max((value for _, _, line in lines for _, value in line), default=0.0) or 1.0
+    for part in (0, 0.5, 1):
+        y = top + PANEL * (1 - part)
+        yield f'<line class="grid" x1="{LEFT}" x2="{LEFT + ACROSS}" y1="{y}" y2="{y}"/>'
+        yield f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{most * part:.3g}</text>'
+    for part in (0, 0.25, 0.5, 0.75, 1):
+        x = LEFT + ACROSS * part
+        yield f'<text x="{x}" y="{top + PANEL + 18}" text-anchor="middle">{span_s * part:.4g} s</text>'
+    yield f'<text x="{LEFT}" y="{top - 8}">{escape(name)}</text>'
+    for number, (style, words, line) in enumerate(lines):
+        points = []
+        before = None
+        for at_s, value in line:
+            x = LEFT + ACROSS * min(1.0, at_s / span_s)
+            y = top + PANEL * (1 - value / most)
+            if steps and before is not None:
+                points.append(f"{x:.1f},{before:.1f}")
+            points.append(f"{x:.1f},{y:.1f}")
+            before = y
+        if steps and before is not None:
+            points.append(f"{LEFT + ACROSS:.1f},{before:.1f}")
+        yield f'<polyline class="line {style}" points="{" ".join(points)}"/>'
+        x = LEFT + 260 + number * 170
+        yield f'<line class="line {style}" x1="{x}" x2="{x + 24}" y1="{top - 12}" y2="{top - 12}"/>'
+        yield f'<text x="{x + 30}" y="{top - 8}">{escape(words)}</text>'
+
+
+def _sum(replicas: list[list[tuple[float, int, int]]]) -> Line:
+    """Workers of all models, at each change of one."""
+    changes = sorted((at_s, number, workers) for number, line in enumerate(replicas) for at_s, workers, _ in line)
+    now = [0] * len(replicas)
+    found = []
+    for at_s, number, workers in changes:
+        now[number] = workers
+        found.append((at_s, float(sum(now))))
+    return found
