@@ -1,6 +1,7 @@
 """What the commands share: their common options, one connection to the stack's bus, and how they print."""
 
 import asyncio
+import base64
 import csv
 import io
 import json
@@ -84,6 +85,8 @@ def _plain(value: object) -> object:
 
     if isinstance(value, msgspec.Struct):
         return {name: _plain(item) for name, item in msgspec.structs.asdict(value).items()}
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
     if isinstance(value, msgspec.Raw):
         return json.loads(bytes(value)) if bytes(value) else None
     if isinstance(value, dict):

@@ -163,8 +163,9 @@ async def measure(directory: Path, options: argparse.Namespace) -> int:
         say(f"serves {first}; memory of the worker {memory_mb(stack)} MB")
         at = time.monotonic()
         source = str(directory / "second")
-        await cli(stack, "model", "publish", MODEL, "--version", "second", "--from", source)
-        say(f"published, with its golden answer, in {time.monotonic() - at:.0f} s")
+        golden = "--no-golden" if options.no_golden else "--golden"
+        await cli(stack, "model", "publish", MODEL, "--version", "second", "--from", source, golden)
+        say(f"published ({golden}) in {time.monotonic() - at:.0f} s")
         at = time.monotonic()
         await cli(stack, "worker", "add", MODEL, "--version", "second")
         say(f"a worker of it is ready after {time.monotonic() - at:.0f} s; memory {memory_mb(stack)} MB")
@@ -201,7 +202,7 @@ async def _watch(stack: Stack, say: Callable[[str], None]) -> None:
             said = now
         if progress["phase"] in ("promoted", "aborted", "stopped"):
             return
-        await asyncio.sleep(2)
+        await asyncio.sleep(5)
 
 
 async def _moved(stack: Stack) -> bool:
@@ -240,6 +241,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--hold", default="8s")
     parser.add_argument("--steps", default="25,50,100")
+    parser.add_argument("--no-golden", action="store_true")
     parser.add_argument("--shadow", type=float, default=10)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as directory:

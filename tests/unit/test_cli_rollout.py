@@ -1,11 +1,14 @@
 """``headrace rollout``: what it draws, and what it refuses before it asks anybody."""
 
+import base64
 import io
+import json
 
 import pytest
 from rich.console import Console
 
 from compose.cli import rollout
+from compose.cli.common import show
 from compose.stack.data_dir import ComposeError
 from contracts.registry import ShownRollout
 from tests.support.rollout_world import KINDS, RolloutWorld
@@ -31,6 +34,17 @@ def test_a_stopped_roll_out_says_why_with_the_numbers() -> None:
     assert "why      v2 is worse than v1 by empty" in text
     row = next(line for line in text.splitlines() if line.strip().startswith("empty"))
     assert "worse" in row and "of 5,000" in row
+
+
+def test_as_json_it_holds_what_an_owner_keeps_too(capsys: pytest.CaptureFixture[str]) -> None:
+    world = RolloutWorld(5, next(kind for kind in KINDS if kind.empty), rate=30)
+    world.start(steps=[50.0], shadow=0)
+    world.run(10)
+    assert world.plan is not None and world.progress.units
+    show(ShownRollout(plan=world.plan, progress=world.progress), "", as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert base64.b64decode(told["progress"]["units"]) == world.progress.units
+    assert told["plan"]["to"] == "v2"
 
 
 @pytest.mark.parametrize(
