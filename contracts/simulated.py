@@ -5,13 +5,14 @@ The engine is `worker.engines.simulated.engine`. The field ``simulate`` is its a
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Annotated, Any
 
 import msgspec
 
 from contracts.errors import HeadraceError
+from contracts.fingerprint import PromptDigest
 from contracts.messages.base import Endpoint
 
 MESSAGE_TOKENS = 4
@@ -110,6 +111,25 @@ class Prompt:
 
     def __len__(self) -> int:
         return sum(sum(map(len, _words(part))) if isinstance(part, str) else len(part) for part in self._parts)
+
+    def pieces(self) -> Iterator[tuple[int, bytes]]:
+        """The same in slices: how many tokens, and their text with a mark after each."""
+        for part in self._parts:
+            for tokens in _words(part) if isinstance(part, str) else [list(map(str, part))]:
+                yield len(tokens), "".join(f"{token}\0" for token in tokens).encode(errors="surrogatepass")
+
+
+def measured(prompts: Iterable[Prompt]) -> tuple[list[int], str]:
+    """Tokens of each prompt and the digest of them all (``contracts.fingerprint.PromptDigest``), each read once."""
+    digest, lengths = PromptDigest(), []
+    for prompt in prompts:
+        length = 0
+        for tokens, text in prompt.pieces():
+            digest.add_piece(text)
+            length += tokens
+        digest.end_pieces(length)
+        lengths.append(length)
+    return lengths, digest.hex()
 
 
 def simulated_prompts(endpoint: Endpoint, body: Mapping[str, Any]) -> list[Prompt]:

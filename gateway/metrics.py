@@ -47,6 +47,9 @@ CONNECTIONS_REFUSED = Counter("headrace_connections_refused", "Connections beyon
 FAILED_LOGINS = Counter("headrace_failed_logins", "Callers that were not let in, by reason", ["reason"])
 STREAMS = Gauge("headrace_streams", "Answers under way")
 ERRORS = Counter("headrace_http_errors", "HTTP answers that are errors, and streams that ended with one", ["code"])
+TOKENIZER_MISMATCHES = Counter(
+    "headrace_gateway_tokenizer_mismatches", "Requests refused because prompts are counted otherwise here", ["model"]
+)
 COUNTING = CoarseHistogram(
     "headrace_prompt_counting_seconds",
     "Counting of prompt tokens",
@@ -59,3 +62,4 @@ for _code in TABLE:  # From the beginning: an increase from nothing is none to P
 finished = cache(FINISHED.labels)
 """Children by label values, all of which are the operator's or of a table."""
 http_requests = cache(REQUESTS.labels)
+tokenizer_mismatches = cache(TOKENIZER_MISMATCHES.labels)

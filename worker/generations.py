@@ -115,6 +115,7 @@ class Generations:
                 else unshared_salt(request.request_id)
             ),
             prompt_tokens=request.prompt_tokens,
+            prompt_digest=request.prompt_digest,
         )
         latency = TokenLatency(request, effect.item.version, time.monotonic())
         buffer.send(frames, "accepted", _accepted.encode(AcceptedData(version=effect.item.version)))

@@ -15,6 +15,7 @@ from contracts.artifacts.stores import source_of
 from contracts.bus import Bus
 from contracts.messages.base import Endpoint
 from contracts.messages.records import Golden, Manifest
+from worker import metrics
 from worker.config import WorkerConfig
 from worker.engines.base import Counts, Engine, EngineFailure, Job
 from worker.engines.supervisor import close
@@ -81,6 +82,9 @@ async def prove(engine: Engine, manifest: Manifest) -> None:
     """Raises EngineFailure unless the engine counts and answers as it did when the version was published."""
     found, wanted = await engine.fingerprint(), manifest.tokenizer_fingerprint
     if found and wanted and found != wanted:
+        metrics.count_other_tokenizer(manifest.name)
+        version, model = manifest.version, manifest.name
+        _log.error("tokenizer_mismatch", model=model, version=version, found=found[:16], published=wanted[:16])
         raise EngineFailure(
             "unavailable",
             f"the engine counts tokens otherwise than was published (fingerprint {found[:16]}, published "

@@ -110,6 +110,8 @@ def observe(model: str, stats: EngineStats, *, in_flight: int, kv_tokens: int) -
     """How it stands now: attempts in flight, and the KV cache with its capacity in tokens."""
     _engine_losses.labels(model)  # From the beginning: an increase from nothing is none to Prometheus.
     _miscounted.labels(model)
+    _other_tokenizers.labels(model)
+    _refused_versions.labels(model)
     _in_flight.labels(model).set(in_flight)
     _kv_tokens.labels(model).set(kv_tokens)
     _kv_tokens_used.labels(model).set(stats.kv_tokens_used)

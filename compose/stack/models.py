@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from compose.stack.data_dir import ComposeError, write_private
-from contracts import registry
+from contracts import fingerprint, registry
 from contracts.artifacts.files import COMPANIONS, WEIGHTS, describe
 from contracts.messages.base import Endpoint
 from contracts.messages.records import Artifact, Capability, Manifest
@@ -89,25 +89,6 @@ def cache_dir() -> Path:
     if shared := os.environ.get("XDG_CACHE_HOME"):
         return Path(shared).expanduser() / "headrace"
     return Path.home() / ".cache" / "headrace"
-
-
-def read_chat_template(path: Path) -> str | None:
-    """Return the chat template of the model in `path`, or None where it has none (a completion model)."""
-    separate = path / "chat_template.jinja"
-    if separate.is_file():
-        return separate.read_text(encoding="utf-8")
-    config = path / "tokenizer_config.json"
-    found = _read_json(config).get("chat_template") if config.is_file() else None
-    if isinstance(found, list):  # several by name, as older models have them
-        found = next((entry["template"] for entry in found if entry.get("name") == "default"), None)
-    return found if isinstance(found, str) else None
-
-
-def tokenizer_fingerprint(path: Path) -> str:
-    """Return the sha256 of tokenizer.json, a zero byte and the chat template of the model in `path`."""
-    digest = hashlib.sha256((path / "tokenizer.json").read_bytes())
-    digest.update(b"\0" + (read_chat_template(path) or "").encode())
-    return digest.hexdigest()
 
 
 def _default_model(progress: Callable[[str], None]) -> Path:
@@ -240,7 +221,7 @@ def _describe(name: str, path: Path, progress: Callable[[str], None]) -> Manifes
 
 def manifest_of(name: str, path: Path, artifacts: dict[str, Artifact]) -> Manifest:
     """What the model in ``path`` says of itself; without a version. Raises ModelError."""
-    return Manifest(
+    made = Manifest(
         name=name,
         version="",
         engine="vllm",
@@ -250,8 +231,13 @@ def manifest_of(name: str, path: Path, artifacts: dict[str, Artifact]) -> Manife
         default_output_tokens=OUTPUT_TOKENS,
         artifacts=artifacts,
         path=str(path),
-        tokenizer_fingerprint=tokenizer_fingerprint(path),
     )
+    from gateway.prompt.tokenizer import Tokenizer  # .1 s, which the start of a simulated stack does not pay
+
+    try:
+        return msgspec.structs.replace(made, tokenizer_fingerprint=Tokenizer(made, path).fingerprint)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} has a tokenizer that gateways cannot count by: {error}") from error
 
 
 def _model_files(path: Path) -> list[Path]:
@@ -287,7 +273,7 @@ def _capabilities(path: Path) -> tuple[Capability, ...]:
     """Any model of text can be held to JSON; tools need a template that shows them to it."""
     if _embeds(path):
         return ("embeddings",)
-    return ("tools", "json") if "tools" in (read_chat_template(path) or "") else ("json",)
+    return ("tools", "json") if "tools" in (fingerprint.chat_template(path) or "") else ("json",)
 
 
 def _directory_name(path: Path) -> str:

@@ -89,7 +89,7 @@ class Manifest(Message, frozen=True, kw_only=True):
     store: Line = ""
     """URL of the store of parts; empty: the bus's own."""
     tokenizer_fingerprint: Line = ""
-    """Of how it counts (contracts.fingerprint); empty where nobody counts."""
+    """Of how it counts (contracts.fingerprint); empty where there are no files to count by."""
     endpoints: Annotated[tuple[Endpoint, ...], FEW] = ("chat/completions", "completions")
     capabilities: Annotated[tuple[Capability, ...], FEW] = ()
     price_tier: PriceTier = "standard"

@@ -1,7 +1,8 @@
 """Records of models and of their versions. A version never changes; what an operator may change is the model's.
 
-A version is entered once. What identifies it is all that its manifest says but where its files lie and what its engine
-answered to the golden prompt: those may be entered again (`put_version`), for another place or other hardware.
+A version is entered once. What identifies it is all that its manifest says but where its files lie, what its engine
+answered to the golden prompt, and its tokenizer's fingerprint: those may be entered again (`put_version`), for another
+place, other hardware, or another release of a library that makes other tokens of the same files.
 """
 
 import hashlib
@@ -47,7 +48,9 @@ def check_version(name: str) -> str:
 
 def identity(manifest: Manifest) -> str:
     """Sha256 of all that makes it this version and no other."""
-    bare = msgspec.structs.replace(manifest, path="", store="", golden=None, created_at_ms=0, version="")
+    bare = msgspec.structs.replace(
+        manifest, path="", store="", golden=None, tokenizer_fingerprint="", created_at_ms=0, version=""
+    )
     return hashlib.sha256(msgspec.json.encode(bare, order="sorted")).hexdigest()
 
 

@@ -209,7 +209,8 @@ class Intake:
         own_salt = cache_salt_of(parsed.fields)
         shares = tenant.prefix_caching and context.prefix_caching
         salt = cache_salt(tenant.name, own_salt) if shares else ""
-        valid, (prompts, prefix_keys) = await _counted(api, tenant, parsed, model, salt)
+        valid, counted = await _counted(api, tenant, parsed, model, salt)
+        prompts = counted.tokens
         check_prompt_logprobs(sum(prompts), valid)
         limit = output_limit(api, manifest, limits, prompts, valid)
         stated = {api.limit_field: limit} if api.limit_field else {}
@@ -233,14 +234,15 @@ class Intake:
             deadline_ms=0,
             reply=context.reply,
             stream_owner=context.stream_owner,
-            tokenizer_fingerprint=manifest.tokenizer_fingerprint,
+            tokenizer_fingerprint=model.tokens.fingerprint,
+            prompt_digest=counted.digest,
             client_request_id=context.client_request_id,
             traceparent=context.traceparent,
             idempotency=idempotency,
             conversation=conversation_of(parsed.fields),
             prefix_caching=shares,
             cache_salt=own_salt,
-            prefix_keys=prefix_keys,
+            prefix_keys=counted.prefix_keys,
             body_bytes=len(body) if len(body) > self._claim_check_bytes else 0,
             requested_model=parsed.name if parsed.name != manifest.name else "",
             choice_reason="; ".join((candidate.reason, *passed))[:REASON_CHARS_MAX] if candidate.reason else "",

@@ -20,6 +20,7 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.parser import Parser
 
+from contracts import fingerprint
 from contracts.errors import HeadraceError
 from contracts.template_variables import is_reserved
 from gateway.apis.messages import BILLING_HEADER
@@ -81,28 +82,26 @@ class ChatTemplate:
         """What it reads and a caller may set."""
         self._walks_parts = next(_loops_over_content(tree), None) is not None
         self._knows_developer = '"developer"' in source or "'developer'" in source
+        self.tells_time = "strftime_now" in source
+        """It may render otherwise a moment later."""
         self.system_first = _wants_system_first(source)
         """The template takes system text only at the start."""
 
     @classmethod
     def from_directory(cls, directory: Path) -> "ChatTemplate | None":
         """From ``chat_template.jinja``, or else from ``tokenizer_config.json``; None when the model has none."""
-        settings: dict[str, Any] = {}
-        if (file := directory / "tokenizer_config.json").is_file():
-            settings = json.loads(file.read_text(encoding="utf-8"))
-        if (file := directory / "chat_template.jinja").is_file():
-            source: Any = file.read_text(encoding="utf-8")
-        else:
-            source = settings.get("chat_template")
-        if not isinstance(source, str):
+        source = fingerprint.chat_template(directory)
+        if source is None:
             return None
         try:
-            return cls(source, dict(_special_tokens(settings)))
+            return cls(source, fingerprint.special_tokens(fingerprint.settings(directory)))
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template cannot be read: {error}") from error
 
-    def render(self, fields: dict[str, Any]) -> str:
-        """The prompt of a validated chat body; raises HeadraceError when the template refuses it."""
+    def render(self, fields: dict[str, Any], *, now: datetime | None = None) -> str:
+        """The prompt of a validated chat body, at another time than now; raises HeadraceError when the template
+        refuses it.
+        """
         messages = [self._normal(message) for message in fields["messages"]]
         if not self._knows_developer and any(message["role"] == "developer" for message in messages):
             messages = _developer_to_system(messages)
@@ -114,6 +113,7 @@ class ChatTemplate:
                 {
                     **self._special_tokens,
                     **self._extras(fields),
+                    **({} if now is None else {"strftime_now": now.strftime}),
                     "messages": messages,
                     "tools": tools,
                     "documents": None,
@@ -186,14 +186,6 @@ def _wants_system_first(source: str) -> bool:
     except (jinja2.TemplateError, TypeError, ValueError, KeyError):
         return True
     return False
-
-
-def _special_tokens(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, value in settings.items():
-        if name.endswith("_token"):
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                yield name, text
 
 
 def _texts(content: str | list[dict[str, Any]] | None) -> list[str]:

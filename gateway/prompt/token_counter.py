@@ -1,34 +1,28 @@
-"""Exact prompt tokens of a request, counted as its engine will count them.
+"""Exact prompt tokens of a request, counted as its engine will count them: by the files of the version (``tokenizer``).
 
-For vLLM: the model's own tokenizer and chat template, without torch. What vLLM does to messages before it renders
-them (``vllm.renderers``) is repeated in ``chat_template``; tests compare both. Long texts are counted on threads,
-in calls that release the GIL, so that they do not delay streams.
+Long texts are counted on threads, in calls that release the GIL, so that they do not delay streams.
 """
 
 import asyncio
-import os
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import structlog
 
+from contracts import fingerprint
 from contracts.artifacts.files import BadArtifact
-from contracts.control_tokens import MARK, ControlTokens
 from contracts.errors import HeadraceError
 from contracts.messages.records import Manifest
 from contracts.prefix import BLOCK_TOKENS, TOKENS_KEYED, keys_of
-from contracts.simulated import Prompt, simulated_prompts
+from contracts.simulated import Prompt, measured, simulated_prompts
 from gateway import metrics
 from gateway.apis.api import Api
 from gateway.prompt import callers_text, threads
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding, Tokenizer
-
-    from gateway.prompt.chat_template import ChatTemplate
+    from gateway.prompt.tokenizer import Tokenizer
 
 _log = structlog.get_logger()
 
@@ -41,8 +35,15 @@ class Counted(NamedTuple):
     """What was found of a request's prompts."""
 
     tokens: list[int]
-    """Of each prompt."""
+    """Of each."""
+    digest: str
+    """Of their ids (contracts.fingerprint); empty where the template writes the time of day, which is another one at
+    the engine: then the number of tokens alone can be compared."""
     prefix_keys: bytes
+
+
+class OtherTokenizer(ValueError):
+    """The files, or this code, count otherwise than the version was published with."""
 
 
 class TokenCounter:
@@ -55,27 +56,39 @@ class TokenCounter:
         self._manifest = manifest
         self._locate = locate
         self._tokenizer: Tokenizer | None = None
-        self._template: ChatTemplate | None = None
         self._loading: asyncio.Future[None] | None = None
-        self.vocabulary: int | None = None
-        """Number of token ids; None where the engine has no fixed one."""
-        self.template_variables: frozenset[str] = frozenset()
-        """What a caller may set of the chat template's."""
-        self._control: ControlTokens | None = None
-        """None where marks are of no use: without control tokens, and with tokenizers that need the whole text."""
-        self._text_bytes_max: int | None = None
-        """Text of more bytes has more tokens than the context; None where a token may stand for text of any length."""
         if manifest.engine != "simulated":
+            metrics.tokenizer_mismatches(manifest.name)  # From the beginning, for Prometheus.
             self._load()
 
+    @property
+    def vocabulary(self) -> int | None:
+        """Number of token ids; None where the engine has no fixed one."""
+        return self._tokenizer.vocabulary if self._tokenizer else None
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """What a caller may set of the chat template's."""
+        return self._tokenizer.template_variables if self._tokenizer else frozenset()
+
+    @property
+    def fingerprint(self) -> str:
+        """How it counts (``contracts.fingerprint``); empty where there are no files to count by."""
+        return self._tokenizer.fingerprint if self._tokenizer else ""
+
     async def ready(self) -> None:
-        """Wait for the tokenizer; raises HeadraceError (unavailable) when it cannot be loaded."""
+        """Wait for the tokenizer; raises HeadraceError (unavailable) when it cannot be loaded, or is another one."""
         if self._loading is None:
             return
-        if self._loading.done() and self._loading.exception() is not None:
+        failure = self._loading.exception() if self._loading.done() else None
+        if failure is not None and not isinstance(failure, OtherTokenizer):
             self._load()  # The files may have come meanwhile.
         try:
             await asyncio.shield(self._loading)
+        except OtherTokenizer as error:
+            metrics.tokenizer_mismatches(self._manifest.name).inc()
+            message = "The model's tokens are counted otherwise here than it was published with."
+            raise HeadraceError("unavailable", message, retry_after_s=5) from error
         except (OSError, ValueError, ImportError, BadArtifact) as error:
             _log.error("tokenizer_undecodable", model=self._manifest.name, reason=str(error))
             raise HeadraceError("unavailable", "The model's tokenizer cannot be loaded.", retry_after_s=5) from error
@@ -95,9 +108,10 @@ class TokenCounter:
 
         Raises HeadraceError (invalid_request) for one in a name.
         """
-        if self._control is None or api.chat is None:
+        if self._tokenizer is None or self._tokenizer.control is None or api.chat is None:
             return fields
-        return await threads.run(tenant, size, ON_THE_SPOT_BYTES, callers_text.marked, fields, self._control)
+        control = self._tokenizer.control
+        return await threads.run(tenant, size, ON_THE_SPOT_BYTES, callers_text.marked, fields, control)
 
     def _load(self) -> None:
         self._loading = asyncio.ensure_future(self._locate_and_read())
@@ -108,97 +122,37 @@ class TokenCounter:
         await threads.start(partial(self._read, directory))
 
     def _read(self, directory: Path) -> None:
-        """On a thread. Imports cost .1 s, which the start of a gateway with simulated models does not pay."""
-        # In parallel, texts would wait for each other in one pool of threads of the library's own, the event loop too.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        from tokenizers import Tokenizer
+        """On a thread. Imports cost .1 s, which the start of a gateway with simulated models does not pay.
 
-        from gateway.prompt.chat_template import ChatTemplate
+        Raises OtherTokenizer unless it counts as the version was published.
+        """
+        from gateway.prompt.tokenizer import Tokenizer
 
-        text = (directory / "tokenizer.json").read_text(encoding="utf-8")
-        try:
-            tokenizer = Tokenizer.from_str(text)
-        except Exception as error:  # The library raises plain Exception.
-            raise ValueError(f"tokenizer.json: {error}") from error
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        self._template = ChatTemplate.from_directory(directory)
-        self.template_variables = self._template.variables if self._template is not None else frozenset()
-        longest = _token_bytes_max(msgspec.json.decode(text), tokenizer.get_vocab(with_added_tokens=True))
-        self._text_bytes_max = longest and longest * self._manifest.context
-        control = ControlTokens(text)
-        self._control = control if control.holds_for(tokenizer) else None
+        manifest, tokenizer = self._manifest, Tokenizer(self._manifest, directory)
+        found, published = tokenizer.fingerprint[:16], manifest.tokenizer_fingerprint[:16]
+        if published and tokenizer.fingerprint != manifest.tokenizer_fingerprint:
+            model, version = manifest.name, manifest.version
+            _log.error("tokenizer_mismatch", model=model, version=version, found=found, published=published)
+            raise OtherTokenizer(f"{model} {version} is counted by {found}, and was published with {published}")
         self._tokenizer = tokenizer
-        self.vocabulary = tokenizer.get_vocab_size(with_added_tokens=True)
 
     def _count(self, api: Api, fields: dict[str, Any], salt: str) -> Counted:
-        prompts = self._prompts(api, fields)
-        lengths = [len(prompt) for prompt in prompts]
+        prompts: Sequence[Prompt | list[int]]
+        if self._tokenizer is None:
+            prompts = simulated = simulated_prompts(api.endpoint, fields)
+            lengths, digest = measured(simulated)
+        else:
+            prompts = ids = self._tokenizer.token_ids(api, fields)
+            lengths, digest = [len(each) for each in ids], fingerprint.digest(ids)
+            if api.chat is not None and self._tokenizer.tells_time:
+                digest = ""
         keyed = salt and len(prompts) == 1 and lengths[0] > BLOCK_TOKENS
-        return Counted(lengths, keys_of(salt, _first_ids(prompts[0])) if keyed else b"")
-
-    def _prompts(self, api: Api, fields: dict[str, Any]) -> "Sequence[Prompt | Encoding | list[int]]":
-        if self._tokenizer is None:
-            return simulated_prompts(api.endpoint, fields)
-        if api.chat is not None:
-            if self._template is None:
-                raise HeadraceError("invalid_request", "This model has no chat template.", param="model")
-            text = self._template.render(api.chat(fields, self._template.system_first))
-            return self._encoded(api, [text], special_tokens=False)
-        prompt = fields[api.prompt_field]
-        if isinstance(prompt, str):
-            return self._encoded(api, [prompt], special_tokens=True)
-        if isinstance(prompt[0], str):
-            return self._encoded(api, prompt, special_tokens=True)
-        return [prompt] if isinstance(prompt[0], int) else prompt
-
-    def _encoded(self, api: Api, texts: list[str], *, special_tokens: bool) -> "Sequence[Encoding | list[int]]":
-        if self._tokenizer is None:
-            raise RuntimeError("this model has no tokenizer")
-        most = self._text_bytes_max
-        if most is not None and any(len(text) > most or len(text.encode()) > most for text in texts):
-            part, context = api.prompt_field, self._manifest.context
-            raise HeadraceError(
-                "context_length_exceeded",
-                f"This model's maximum context length is {context} tokens. However, the {part} has more than {most} "
-                f"bytes, which are more tokens, however they are counted. Please reduce the length of the {part}.",
-                param=part,
-            )
-        if self._control is not None and any(MARK in text for text in texts):
-            return [self._control.token_ids(text) for text in texts]
-        # encode_batch_fast releases the GIL, encode does not (measured: gaps of .5 s on a 0.9 MB text).
-        return self._tokenizer.encode_batch_fast(texts, add_special_tokens=special_tokens)
+        return Counted(lengths, digest, keys_of(salt, _first_ids(prompts[0])) if keyed else b"")
 
 
-def _first_ids(prompt: "Prompt | Encoding | list[int]") -> list[int]:
-    """As many as have keys. A million ids would be 36 MB."""
-    if isinstance(prompt, list):
-        return prompt[:TOKENS_KEYED]
-    if isinstance(prompt, Prompt):
-        return prompt.ids(TOKENS_KEYED)
-    prompt.truncate(TOKENS_KEYED)
-    return prompt.ids
-
-
-_SHRINKS = {None: 1, "NFC": 3, "Prepend": 1, "Replace": 1}
-"""By how much a normalizer may shorten a text: NFC makes one syllable of 3 Korean letters. Others may drop anything."""
-
-
-def _token_bytes_max(form: dict[str, Any], vocabulary: Iterable[str]) -> int | None:
-    """Bytes of text that one token stands for at most, by the tokenizer's file; None when that has no bound.
-
-    Known of tokenizers alone that have a token for each byte: with others, a word of any length may be unknown.
-    """
-    normalizer = form.get("normalizer") or {}
-    steps = normalizer.get("normalizers", [normalizer])
-    if any(step.get("type") not in _SHRINKS for step in steps):
-        return None
-    shrinks = max((_SHRINKS[step.get("type")] for step in steps), default=1)
-    if b'"ByteLevel"' in msgspec.json.encode(form.get("pre_tokenizer")):
-        return shrinks * max(map(len, vocabulary))  # Each byte is written as one character.
-    if form["model"].get("byte_fallback"):
-        return shrinks * max(len(token.encode()) for token in vocabulary)
-    return None
+def _first_ids(prompt: Prompt | list[int]) -> list[int]:
+    """As many as have keys."""
+    return prompt.ids(TOKENS_KEYED) if isinstance(prompt, Prompt) else prompt[:TOKENS_KEYED]
 
 
 def _retrieve(loading: "asyncio.Future[None]") -> None:

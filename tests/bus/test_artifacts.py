@@ -5,9 +5,7 @@ import errno
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +19,7 @@ from contracts.artifacts.stores import BusParts, PlainFiles, UrlParts, source_of
 from contracts.bus import Bus
 from contracts.messages import records
 from contracts.messages.records import Manifest
+from tests.support.file_server import FileServer
 from tests.support.models import safetensors
 from tests.support.nats_server import NatsServer
 
@@ -312,53 +311,6 @@ async def test_a_full_bus_takes_no_parts_and_goes_on_serving(tmp_path: Path, mod
         server.stop()
 
 
-class Failing:
-    """A web server of files. ``status``: what it answers to everything; ``cut``: it sends half of each range."""
-
-    def __init__(self, directory: Path) -> None:
-        self.status = 0
-        self.cut = False
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_HEAD(self) -> None:
-                self.answer(b"", directory)
-
-            def do_GET(self) -> None:
-                self.answer(None, directory)
-
-            def answer(self, shown: bytes | None, directory: Path) -> None:
-                file = directory / self.path.lstrip("/")
-                data = file.read_bytes() if file.is_file() else b""
-                status, whole, begin = outer.status or (200 if file.is_file() else 404), len(data), 0
-                if status == 200 and (given := self.headers.get("range")):
-                    first, last = given.removeprefix("bytes=").split("-")
-                    begin, status = int(first), 206
-                    data = data[begin : int(last or whole) + 1]
-                self.send_response(status)
-                self.send_header("accept-ranges", "bytes")
-                self.send_header("content-length", str(len(data)))
-                if status == 206:
-                    self.send_header("content-range", f"bytes {begin}-{begin + len(data) - 1}/{whole}")
-                self.end_headers()
-                half = outer.cut and len(data) > 1000
-                self.wfile.write((data[: len(data) // 2] if half else data) if shown is None else shown)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> "Failing":
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
 @pytest.fixture
 def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
@@ -369,7 +321,7 @@ async def test_a_server_that_fails_or_cuts_is_tried_again_and_then_named(
     bus: Bus, model: Path, cache: Cache, no_proxies: None
 ) -> None:
     pytest.importorskip("aiohttp")
-    with Failing(model) as server:
+    with FileServer(model) as server:
         manifest = manifest_of(publish.described(publishable(model), quiet), path=server.url)
         server.status = 500
         with pytest.raises(BadArtifact, match="cannot be had from http"):
@@ -383,7 +335,7 @@ async def test_a_server_that_fails_or_cuts_is_tried_again_and_then_named(
 
 async def test_a_source_by_url_goes_on_where_it_was_cut(model: Path, tmp_path: Path, no_proxies: None) -> None:
     pytest.importorskip("aiohttp")
-    with Failing(model) as server:
+    with FileServer(model) as server:
         url = server.url
         server.cut = True
         with pytest.raises(BadArtifact, match="run it again"):

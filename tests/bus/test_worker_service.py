@@ -21,7 +21,8 @@ from contracts.messages.control import Announce, Evict
 from contracts.messages.frames import EndData, ErrorData
 from contracts.messages.records import Manifest
 from contracts.service import telemetry
-from tests.support import polling
+from contracts.simulated import measured, simulated_prompts
+from tests.support import failure_table, polling
 from tests.support.nats_server import NatsServer, free_port
 from tests.support.polling import until
 from tests.support.worker_harness import MANIFEST, MODEL, WAIT_S, Harness, texts, words
@@ -136,7 +137,7 @@ async def test_many_prompts_run_beside_others_as_their_real_size_allows(harness:
     wide = await harness.send(prompt_tokens=300, max_tokens=101)
     await until(lambda: harness.beats[-1].waiting == 1)
     await harness.closed(large)
-    await harness.closed(wide)
+    await harness.event(wide)  # Its prompt has other tokens than were admitted, so it is given back.
     assert [(await harness.event(it)).reserved_tokens for it in (large, small)] == [51_600, 17]
 
 
@@ -320,18 +321,24 @@ async def test_a_dead_engine_is_rebuilt_and_its_attempts_are_returned(
     await harness.closed(await harness.send(max_tokens=3))
 
 
-async def test_a_prompt_of_another_length_than_admitted_ends_before_its_first_token_and_bills_nothing(
+async def test_a_prompt_other_than_admitted_is_given_back_before_its_first_token_and_bills_nothing(
     harness: Harness, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await harness.start()
-    body = msgspec.Raw(b'{"messages":[{"role":"user","content":"CANARY word word"}],"max_tokens":3,"stream":true}')
-    for admitted in (6, 8):
-        event = await harness.event(await harness.send(prompt_tokens=admitted, max_output_tokens=3, body=body))
-        assert (event.outcome, event.error_code, event.retryable) == ("failed", "internal_error", False)
+    fields = {"messages": [{"role": "user", "content": "CANARY word word"}], "max_tokens": 3, "stream": True}
+    body = msgspec.Raw(msgspec.json.encode(fields))
+    digest = measured(simulated_prompts("chat/completions", fields))[1]
+    row = failure_table.table()["engine makes other tokens of a prompt than the gateway"]
+    before = row.figure(telemetry.page().decode())
+    for admitted, of in ((6, ""), (8, ""), (6, digest), (7, "another")):
+        sent = await harness.send(prompt_tokens=admitted, prompt_digest=of, max_output_tokens=3, body=body)
+        event = await harness.event(sent)
+        assert (event.outcome, event.given_back) == ("failed", True)
         assert (event.billable, event.completion_tokens, event.first_token_at_ms) == (False, 0, 0)
     log = capsys.readouterr().out
-    assert log.count("prompt_miscounted") == 2 and "CANARY" not in log
-    await harness.closed(await harness.send(prompt_tokens=7, max_output_tokens=3, body=body))
+    assert log.count(row.log) == 4 and "CANARY" not in log
+    assert row.figure(telemetry.page().decode()) == before + 4
+    await harness.closed(await harness.send(prompt_tokens=7, prompt_digest=digest, max_output_tokens=3, body=body))
 
 
 # Metrics ---------------------------------------------------------------------------------------------------
@@ -370,7 +377,7 @@ async def test_every_metric_says_what_happened(harness: Harness, monkeypatch: py
     for _ in range(2):
         body = msgspec.Raw(msgspec.json.encode(prompt))
         await harness.closed(await harness.send(prompt_tokens=44, max_output_tokens=3, body=body))
-    await harness.closed(await harness.send(prompt_tokens=43, max_output_tokens=3, body=body))
+    await harness.event(await harness.send(prompt_tokens=43, max_output_tokens=3, body=body))
     await harness.event(await harness.send(tokenizer_fingerprint="theirs", body=body))
     # Both generate more than they reserved, so that the cache gets full.
     pair = [await harness.send(max_tokens=60, max_output_tokens=5, simulate={"itl_ms": 25}) for _ in range(2)]

@@ -1,10 +1,13 @@
 """A worker and its version on a real server: fetched, verified, proven before it serves; switched on command."""
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,16 @@ import msgspec
 import pytest
 
 from contracts import registry, subjects, topology
-from contracts.artifacts import publish, stores
+from contracts.artifacts import fetch, publish, stores
 from contracts.artifacts.files import publishable
 from contracts.artifacts.stores import BusParts
 from contracts.bus import Bus
 from contracts.messages.base import Epoch
 from contracts.messages.control import ControlAnswer, SwitchVersion, WorkerHeartbeat
 from contracts.messages.records import Golden, Manifest
-from tests.support import polling
+from contracts.service import telemetry
+from tests.support import failure_table
+from tests.support.file_server import FileServer
 from tests.support.models import safetensors
 from tests.support.polling import until
 from tests.support.worker_harness import MANIFEST, MODEL, Harness, texts, words
@@ -46,13 +51,17 @@ def files(tmp_path: Path) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text("{}")
     (directory / "tokenizer.json").write_text("{}")
-    (directory / "model.safetensors").write_bytes(safetensors({"a": os.urandom(1000)}))
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+    for shard in (1, 2):
+        (directory / f"model-{shard}.safetensors").write_bytes(safetensors({"a": os.urandom(5000)}))
+    shards = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     return directory
 
 
 async def enter(harness: Harness, version: str, **fields: Any) -> Manifest:
     """A version of the model, whatever is wrong with it."""
-    manifest = msgspec.structs.replace(MANIFEST, version=version, tokenizer_fingerprint="", **fields)
+    manifest = msgspec.structs.replace(MANIFEST, **{"version": version, "tokenizer_fingerprint": "", **fields})
     await registry.put_version(harness.bus, manifest)
     return manifest
 
@@ -99,72 +108,110 @@ async def test_a_published_version_is_fetched_verified_and_served(
     await start(harness, await enter_files(harness, "v2", files), tmp_path / "cache")
     await reaches(harness, "v2", "ready")
     blobs = tmp_path / "cache" / "artifacts" / "blobs"
-    assert len([file for file in blobs.iterdir() if not file.suffix]) == 2, "two of the three are alike"
+    assert len([file for file in blobs.iterdir() if not file.suffix]) == 5, "two of the six are alike"
 
 
-FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+Harm = Callable[[Path], object]
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 4
+    file.write_bytes(data)
+
+
+IN_PLACE: dict[str, tuple[str, Harm, str]] = {
+    "a truncated weight file": ("model-1.safetensors", lambda it: os.truncate(it, 300), "bytes, the manifest says"),
+    "a flipped bit": ("model-2.safetensors", flip, "has the sha256"),
+    "a swapped tokenizer": ("tokenizer.json", lambda it: it.write_text("[]"), "tokenizer.json has"),
+    "a changed chat template": ("chat_template.jinja", lambda it: it.write_text("{{a}}"), "chat_template.jinja has"),
+    "a missing shard": ("model-2.safetensors", Path.unlink, "model-2.safetensors"),
+    "no directory": ("", shutil.rmtree, "cannot be read"),
+}
+"""Files of a published directory that workers read in place: what is done to which, and what is said of it."""
+
+BY_MANIFEST: dict[str, tuple[dict[str, Any], str]] = {
     "an engine that does not start": ({"engine_arguments": {"fails_to_start": True}}, "does not start"),
     "another golden answer": ({"golden": Golden(prompt="a b", text="what nobody says")}, "golden answer differs"),
     "another tokenizer": (
-        {"engine_arguments": {"counts_as": "theirs"}, "fingerprint": "ours"},
+        {"engine_arguments": {"counts_as": "theirs"}, "tokenizer_fingerprint": "ours"},
         "counts tokens otherwise",
     ),
-    "a directory that is not there": ({"path": "/nowhere", "files": True}, "cannot be read"),
-    "parts that nobody has": ({"files": True, "dropped": True}, "is missing in the store"),
-    "flipped bit": ({"files": True, "flipped": True}, "has the sha256"),
-}  # fmt: skip
+}
+ON_THE_WAY = {
+    "parts that nobody has": "is missing in the store",
+    "a full disk": "no room for",
+    "a download cut at half": "cannot be had from http",
+    "a registry that answers 500": "cannot be had from http",
+}
 
 
-async def faulty(harness: Harness, fault: str, files: Path) -> Manifest:
-    given = dict(FAULTS[fault][0])
-    fields = {name: given[name] for name in ("engine_arguments", "golden", "path") if name in given}
-    if given.get("flipped"):
-        fields["path"] = str(files)
-    if not given.get("files"):
-        manifest = msgspec.structs.replace(
-            MANIFEST, version="v2", tokenizer_fingerprint=given.get("fingerprint", ""), **fields
-        )
-        await registry.put_version(harness.bus, manifest)
+@contextmanager
+def on_the_way(fault: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """While the files are under way; gives where they lie, if not in the bus."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    if fault == "a full disk":
+        usage = shutil.disk_usage(files)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=fetch.FREE_BYTES_MIN + 100))
+    if "500" not in fault and "cut" not in fault:
+        yield ""
+        return
+    with FileServer(files) as server:
+        server.status, server.cut = (500, False) if "500" in fault else (0, True)
+        yield server.url
+
+
+async def faulty(harness: Harness, fault: str, files: Path, url: str) -> Manifest:
+    if fault in BY_MANIFEST:
+        return await enter(harness, "v2", **BY_MANIFEST[fault][0])
+    if fault in IN_PLACE:
+        name, harm, _ = IN_PLACE[fault]
+        manifest = await enter_files(harness, "v2", files, path=str(files))
+        harm(files / name)
         return manifest
-    manifest = await enter_files(harness, "v2", files, **fields)
-    if given.get("dropped"):
+    manifest = await enter_files(harness, "v2", files, **({"path": url} if url else {}))
+    if fault == "parts that nobody has":
         await harness.bus.jetstream.purge(topology.PARTS, "part.v1.>")
-    if given.get("flipped"):
-        data = bytearray((files / "model.safetensors").read_bytes())
-        data[-1] ^= 4
-        (files / "model.safetensors").write_bytes(data)
     return manifest
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-async def test_a_fault_is_loud_and_never_serves(harness: Harness, files: Path, tmp_path: Path, fault: str) -> None:
-    worker = await start(harness, await faulty(harness, fault, files), tmp_path / "cache")
-    beat = await reaches(harness, "v2", "failed")
-    assert FAULTS[fault][1] in beat.reason
-    assert worker.not_ready() == f"failed: {beat.reason}"
-    assert not any(beat.state == "ready" for beat in harness.beats)
+FAULTS = {name: says for name, (*_, says) in (*BY_MANIFEST.items(), *IN_PLACE.items())} | ON_THE_WAY
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_the_old_version_serves_on_when_a_switch_fails(
-    harness: Harness, files: Path, tmp_path: Path, fault: str
+async def test_what_is_wrong_with_a_version_is_said_it_never_serves_and_the_one_before_serves_on(
+    harness: Harness,
+    files: Path,
+    tmp_path: Path,
+    fault: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    rows = [failure_table.table()["version cannot be had, or is not what was published"]]
+    if fault == "another tokenizer":
+        rows.append(failure_table.table()["worker counts tokens otherwise than was published"])
+    before = [row.figure(telemetry.page().decode()) for row in rows]
     await start(harness, await enter(harness, "v1b"), tmp_path / "cache")
     first = await reaches(harness, "v1b", "ready")
-    await faulty(harness, fault, files)
-    before = polling.metric("headrace_worker_versions_refused_total", model=MODEL)
-    await switch(harness, first.worker, "v2")
-    beat: WorkerHeartbeat = await until(
-        lambda: next((b for b in reversed(harness.beats) if b.reason.startswith("v2 refused")), None), "no refusal"
-    )
-    assert FAULTS[fault][1] in beat.reason
-    beat = await until(
-        lambda: (now := last(harness, "v1b", "ready")) and now.reason.startswith("v2 refused") and now, "no way back"
-    )
-    assert not any(b.version == "v2" and b.state == "ready" for b in harness.beats)
-    assert polling.metric("headrace_worker_versions_refused_total", model=MODEL) > before
-    frames = await harness.closed(await harness.send(worker=beat.worker, version="v1b", simulate={"tokens": words(2)}))
-    assert texts(frames) == words(2)
+    with on_the_way(fault, files, monkeypatch) as url:
+        manifest = await faulty(harness, fault, files, url)
+        await switch(harness, first.worker, "v2")
+        beat = await until(
+            lambda: (now := last(harness, "v1b", "ready")) and now.reason.startswith("v2 refused") and now, "no refusal"
+        )
+        assert FAULTS[fault] in beat.reason
+        fresh = await start(harness, manifest, tmp_path / "other")
+        failed = await reaches(harness, "v2", "failed")
+        assert FAULTS[fault] in failed.reason and fresh.not_ready() == f"failed: {failed.reason}"
+        said = capsys.readouterr().out
+        for row, figure in zip(rows, before, strict=True):
+            assert row.figure(telemetry.page().decode()) > figure and row.log in said
+        frames = await harness.closed(
+            await harness.send(worker=beat.worker, version="v1b", simulate={"tokens": words(2)})
+        )
+        assert texts(frames) == words(2)
+        assert not any(each.version == "v2" and each.state == "ready" for each in harness.beats)
 
 
 async def test_a_version_that_cannot_be_had_is_tried_again_until_it_can(
@@ -222,11 +269,11 @@ async def test_a_worker_killed_in_the_middle_of_a_load_goes_on_where_it_was(
     harness: Harness, files: Path, tmp_path: Path
 ) -> None:
     size = 12 * (16 << 20)
-    (files / "model.safetensors").write_bytes(safetensors({"a": os.urandom(size)}))
+    (files / "model-1.safetensors").write_bytes(safetensors({"a": os.urandom(size)}))
     manifest = await enter_files(harness, "v2", files)
     await registry.set_stable(harness.bus, MODEL, "v2")
     blobs = tmp_path / "cache" / "artifacts" / "blobs"
-    digest = manifest.artifacts["model.safetensors"].sha256
+    digest = manifest.artifacts["model-1.safetensors"].sha256
 
     async def run() -> asyncio.subprocess.Process:
         environment = os.environ | {
@@ -248,7 +295,7 @@ async def test_a_worker_killed_in_the_middle_of_a_load_goes_on_where_it_was(
     second = await run()
     try:
         await reaches(harness, "v2", "ready")
-        assert (blobs / digest).stat().st_size == (files / "model.safetensors").stat().st_size
+        assert (blobs / digest).stat().st_size == (files / "model-1.safetensors").stat().st_size
         assert not partial.exists()
         stages = {beat.reason.split(":")[0] for beat in harness.beats if beat.state == "starting"}
         assert stages <= {"", "fetching v2", "verifying v2", "starting the engine with v2", "warming up v2"}

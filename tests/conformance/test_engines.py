@@ -240,7 +240,7 @@ BODIES: list[tuple[Endpoint, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("endpoint", "body"), BODIES)
-async def test_a_prompt_of_another_length_than_admitted_is_never_computed(
+async def test_a_prompt_other_than_admitted_is_never_computed(
     asker: Asker, endpoint: Endpoint, body: dict[str, Any], stream: bool
 ) -> None:
     body |= {"max_tokens": 2}
@@ -252,8 +252,10 @@ async def test_a_prompt_of_another_length_than_admitted_is_never_computed(
         with pytest.raises(PromptMiscounted) as caught:
             await asker.ask(asker.job(stream, endpoint, prompt_tokens=admitted, **body), counts)
         assert (caught.value.admitted, caught.value.found) == (admitted, found)
-        assert not caught.value.retryable and not caught.value.engine_death
+        assert caught.value.retryable and not caught.value.engine_death
         assert counts == Counts()
+    with pytest.raises(PromptMiscounted):
+        await asker.ask(asker.job(stream, endpoint, prompt_tokens=found, prompt_digest="other ids", **body), Counts())
     await asker.until_idle()
     after = asker.engine.stats()
     assert (after.prefill_tokens_total, after.decode_tokens_total) == (

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from compose.stack import models
+from contracts import fingerprint
 
 
 def test_two_conversions_are_equal_byte_for_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,4 +21,4 @@ def test_two_conversions_are_equal_byte_for_byte(tmp_path: Path, monkeypatch: py
     assert len(steps) >= 3
     assert first == again
     assert (first.artifacts, first.version, first.context) == (second.artifacts, second.version, 8192)
-    assert models.read_chat_template(Path(first.path)) == models.CHAT_TEMPLATE
+    assert fingerprint.chat_template(Path(first.path)) == models.CHAT_TEMPLATE

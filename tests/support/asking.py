@@ -96,6 +96,7 @@ class Asker:
         *,
         salt: str = "",
         prompt_tokens: int | None = None,
+        prompt_digest: str = "",
         **body: Any,
     ) -> Job:
         self._asked += 1
@@ -110,6 +111,7 @@ class Asker:
             stream=stream,
             cache_salt=salt or f"salt-{self._asked}",
             prompt_tokens=prompt_tokens,
+            prompt_digest=prompt_digest,
         )
 
     async def ask(self, job: Job, counts: Counts | None = None) -> Answer:

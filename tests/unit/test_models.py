@@ -11,6 +11,8 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from compose.stack import models
+from contracts import fingerprint
+from tests.support.models import TOKENIZER
 
 # The template inside the GGUF file of SmolLM2-135M-Instruct.
 ORIGINAL_TEMPLATE = (
@@ -44,7 +46,7 @@ def template(text: str) -> jinja2.Template:
 def write_model(path: Path, weights: bytes = b"weights") -> Path:
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
-    (path / "tokenizer.json").write_text("{}")
+    (path / "tokenizer.json").write_text(TOKENIZER)
     (path / "chat_template.jinja").write_text("{{ messages }}")
     (path / "model.safetensors").write_bytes(weights)
     (path / "README.md").write_text("not part of the model")
@@ -128,9 +130,9 @@ def test_a_hub_snapshot_is_named_by_its_model(tmp_path: Path) -> None:
 def test_template_inside_the_tokenizer_config_is_found(tmp_path: Path) -> None:
     path = write_model(tmp_path / "mine")
     (path / "chat_template.jinja").unlink()
-    assert models.read_chat_template(path) is None
+    assert fingerprint.chat_template(path) is None
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "T"}))
-    assert models.read_chat_template(path) == "T"
+    assert fingerprint.chat_template(path) == "T"
 
 
 @pytest.mark.parametrize("lost", ["config.json", "tokenizer.json", "model.safetensors"])
@@ -138,6 +140,13 @@ def test_an_incomplete_directory_is_refused_with_what_is_missing(tmp_path: Path,
     path = write_model(tmp_path / "mine")
     (path / lost).unlink()
     with pytest.raises(models.ModelError, match=r"safetensors" if lost.startswith("model") else lost):
+        models.prepare(str(path), progress=no_progress)
+
+
+def test_a_tokenizer_that_nobody_can_count_by_is_refused(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "mine")
+    (path / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(models.ModelError, match="cannot count by"):
         models.prepare(str(path), progress=no_progress)
 
 

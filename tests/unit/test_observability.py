@@ -75,7 +75,14 @@ def test_the_page_names_what_there_is() -> None:
 
 
 def test_each_failure_is_made_to_happen_in_a_test() -> None:
-    made = ("chaos/test_explain.py", "chaos/test_rollouts.py", "bus/test_ledger_service.py")
+    made = (
+        "chaos/test_explain.py",
+        "chaos/test_rollouts.py",
+        "bus/test_ledger_service.py",
+        "bus/test_worker_service.py",
+        "bus/test_worker_versions.py",
+        "unit/test_fingerprint.py",
+    )
     tests = "\n".join((ROOT / "tests" / name).read_text() for name in made)
     rows = failure_table.table()
     assert len(rows) >= 16

@@ -29,6 +29,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int | None = None
     """As admitted, over all prompts: the engine must count the same, or it refuses before the first token. None: nobody
     counted (a warm-up)."""
+    prompt_digest: str = ""
+    """Of the token ids that were counted (contracts.fingerprint); likewise. Empty: only their number is known."""
 
 
 class Counts(msgspec.Struct, kw_only=True):
@@ -137,18 +139,21 @@ class EngineFailure(Exception):
 
 
 class PromptMiscounted(EngineFailure):
-    """The prompt is not of the length that was admitted and reserved for: a bug, or somebody's way past a limit."""
+    """The engine's prompt is not the one that was admitted and reserved for: another tokenizer, a bug, or somebody's
+    way past a limit. Another worker may count as the gateway does.
+    """
 
     def __init__(self, admitted: int, found: int) -> None:
-        super().__init__("internal_error", "The engine counts other prompt tokens than were admitted.", status=500)
+        text = "The engine counts other prompt tokens than were admitted."
+        super().__init__("unavailable", text, status=503, retryable=True)
         self.admitted = admitted
         self.found = found
 
 
-def check_prompt(job: Job, found: int) -> None:
-    """Raises PromptMiscounted unless ``found`` tokens of all prompts are those that were admitted."""
-    if job.prompt_tokens not in (None, found):
-        raise PromptMiscounted(job.prompt_tokens, found)
+def check_prompt(job: Job, found: int, digest: str) -> None:
+    """Raises PromptMiscounted unless ``found`` tokens of all prompts, of that digest, were admitted."""
+    if job.prompt_tokens not in (None, found) or (job.prompt_digest and job.prompt_digest != digest):
+        raise PromptMiscounted(job.prompt_tokens or 0, found)
 
 
 class Engine(Protocol):
@@ -168,7 +173,7 @@ class Engine(Protocol):
         """Stop everything that the engine started; generators still open raise EngineFailure."""
 
     async def fingerprint(self) -> str:
-        """How it counts (contracts.fingerprint), as the code that serves counts; empty where nobody counts."""
+        """How it counts (contracts.fingerprint), by the code that serves; empty where it has no files for it."""
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Have a LoRA adapter from that directory ready for jobs that name it; raises EngineFailure."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from contracts.errors import HeadraceError
-from contracts.simulated import Simulate, simulate_field, simulated_prompts
+from contracts.simulated import Simulate, measured, simulate_field, simulated_prompts
 from worker.engines.base import Counts, EngineFailure, Job
 from worker.engines.simulated.batch import prefix_blocks
 
@@ -43,6 +43,8 @@ class ParsedJob(msgspec.Struct, frozen=True, kw_only=True):
 
     prompts: list[int]
     """Tokens of each prompt."""
+    digest: str
+    """Of them all."""
     blocks: list[list[int]]
     """Prefix-cache blocks of each prompt."""
     n: int
@@ -72,7 +74,7 @@ def parse_job(job: Job, context: int) -> ParsedJob:
         fields = msgspec.convert(body, _Fields)
         simulate = simulate_field(body) or Simulate()
         prompts = simulated_prompts(job.endpoint, body)
-        lengths = [len(prompt) for prompt in prompts]
+        lengths, digest = measured(prompts)
     except HeadraceError as error:
         raise EngineFailure(error.code, error.message, param=error.param, status=400) from error
     except msgspec.MsgspecError as error:
@@ -94,6 +96,7 @@ def parse_job(job: Job, context: int) -> ParsedJob:
             )
     return ParsedJob(
         prompts=lengths,
+        digest=digest,
         blocks=[prefix_blocks(job.cache_salt, prompt) for prompt in prompts],
         n=fields.n or 1,
         lengths=[min(length, context - tokens) for tokens in lengths],

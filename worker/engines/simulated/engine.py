@@ -89,7 +89,7 @@ class SimulatedEngine:
             request = await asyncio.to_thread(parse_job, job, self.context)
         else:
             request = parse_job(job, self.context)
-        check_prompt(job, sum(request.prompts))
+        check_prompt(job, sum(request.prompts), request.digest)
         if request.simulate.submit_delay_ms:
             await asyncio.sleep(request.simulate.submit_delay_ms / 1000)
         if request.simulate.block_ms:

@@ -20,6 +20,7 @@ from worker.config import WorkerConfig
 from worker.engines.base import Counts, EngineFailure, EngineStats, Give, Job
 from worker.engines.vllm.arguments import ENVIRONMENT, engine_arguments, task_of
 from worker.engines.vllm.asgi import AsgiCall, UnknownForm
+from worker.engines.vllm.probing import fingerprint_of
 from worker.engines.vllm.translation import (
     checked_answer,
     event_kind,
@@ -92,7 +93,9 @@ class VllmEngine:
             await _in_thread(parts.shut_down)
 
     async def fingerprint(self) -> str:
-        return ""
+        if self._parts is None:
+            raise EngineFailure("engine_error", "the engine is not running", retryable=True, engine_death=True)
+        return await fingerprint_of(self._parts.application, self._manifest)
 
     async def load_adapter(self, name: str, path: str) -> None:
         if self._parts is None:

@@ -42,6 +42,7 @@ from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely
 
 from contracts import clock
 from contracts.control_tokens import MARK, ControlTokens
+from contracts.fingerprint import PromptDigest
 from worker.engines.base import Counts, EngineFailure, EngineStats, Job, check_prompt
 from worker.engines.vllm.cut_calls import Choice, read_as_streams
 from worker.engines.vllm.grammar_process import Kind
@@ -76,10 +77,20 @@ class Record:
         """Of each prompt by choice, while reasoning is counted."""
         self.whole: dict[int, Choice] = {}
         """Choices of an answer that is given whole, by index."""
-        self.prompt_tokens = 0
-        """Of all prompts that the application has handed to the engine."""
+        self._prompt_tokens = 0
+        self._prompt_digest = PromptDigest()
+        """Both of all prompts that the application has handed to the engine."""
         self.failure: EngineFailure | None = None
         """Why the attempt failed, more exact than what vLLM's application says."""
+
+    def note_ids(self, ids: list[int]) -> None:
+        """The application hands over a prompt: always made into ids by then."""
+        self._prompt_tokens += len(ids)
+        self._prompt_digest.add(ids)
+
+    def check_prompts(self) -> None:
+        """All are handed over. Raises PromptMiscounted unless they are those that were admitted."""
+        check_prompt(self.job, self._prompt_tokens, self._prompt_digest.hex())
 
     def note_prompt(self, output: RequestOutput | PoolingRequestOutput[Any]) -> None:
         """Count the prompt of an output."""
@@ -148,7 +159,7 @@ class _Counting:
     ) -> AsyncGenerator[RequestOutput, None]:
         record = _RECORD.get()
         self._unmark(prompt)
-        record.prompt_tokens += _length(prompt)
+        record.note_ids(prompt["prompt_token_ids"])
         # An answer that is given whole is gathered here from its pieces, so that its tokens are known on the way.
         gather = sampling_params.output_kind == RequestOutputKind.FINAL_ONLY
         if gather:
@@ -165,7 +176,7 @@ class _Counting:
 
     def encode(self, prompt: Any, *given: Any, **more: Any) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
         record = _RECORD.get()
-        record.prompt_tokens += _length(prompt)
+        record.note_ids(prompt["prompt_token_ids"])
         return _count_prompt(self._engine.encode(prompt, *given, **more), record)
 
 
@@ -185,11 +196,6 @@ def _constraint(params: SamplingParams) -> Constraint | None:
     if given.structural_tag is not None:
         return "structural_tag", given.structural_tag
     return None
-
-
-def _length(prompt: Any) -> int:
-    """Tokens of a prompt as vLLM's application hands it over: always made into ids by then."""
-    return len(prompt["prompt_token_ids"])
 
 
 async def _count(
@@ -236,7 +242,7 @@ async def _noted_failures(record: Record) -> AsyncIterator[None]:
     The application has handed over all prompts before it reads the first answer, and no engine has seen one yet.
     """
     try:
-        check_prompt(record.job, record.prompt_tokens)
+        record.check_prompts()
         yield
     except EngineFailure as failure:
         record.failure = failure
