@@ -148,6 +148,9 @@ class NewPrice(Form, frozen=True, kw_only=True):
     """Prices of a model from a day on, for a million tokens, as decimal numbers: `"0.15"`."""
 
     model: str
+    """Or an adapter, which is one."""
+    version: str = ""
+    """Whose own price it is to be; empty: of all that have none of their own."""
     input: str
     output: str
     cached_input: str = ""

@@ -27,8 +27,8 @@ PRICE_MAX = 10**12
 
 _prices: Codec[Price] = Codec(Price)
 
-PriceRow = tuple[str, str, str, str, int, int, int, int]
-"""queries.PRICE_COLUMNS: model, tier, first day, currency, and the four prices."""
+PriceRow = tuple[str, str, str, str, str, int, int, int, int]
+"""queries.PRICE_COLUMNS: model, version, tier, first day, currency, and the four prices."""
 
 
 class Prices:
@@ -44,7 +44,7 @@ class Prices:
     @property
     def currency(self) -> str:
         """Empty while there are no prices."""
-        return next((row[3] for row in self._rows.values()), "")
+        return next((row[4] for row in self._rows.values()), "")
 
     async def start(self) -> None:
         """Read the bucket and write the table; ClickHouse may be away."""
@@ -89,15 +89,15 @@ class Prices:
         """Raises StoreError."""
         present = set(await self._store.select(queries.PRICES))
         wanted = set(self._rows.values())
-        gone = {each[:3] for each in present} - {each[:3] for each in wanted}
+        gone = {each[:4] for each in present} - {each[:4] for each in wanted}
         if present == wanted:
             return
         [(edition,)] = await self._store.select(queries.PRICES_EDITION)
-        changed = [(each, 0) for each in wanted - present] + [(each, 1) for each in present if each[:3] in gone]
+        changed = [(each, 0) for each in wanted - present] + [(each, 1) for each in present if each[:4] in gone]
         await self._store.insert_prices(
             [
-                (model, tier, date.fromisoformat(day), *rest, edition + 1, is_gone)
-                for (model, tier, day, *rest), is_gone in changed
+                (model, version, tier, date.fromisoformat(day), *rest, edition + 1, is_gone)
+                for (model, version, tier, day, *rest), is_gone in changed
             ]
         )
 
@@ -110,4 +110,4 @@ def price_row(price: Price) -> PriceRow:
     if not all(0 <= figure <= PRICE_MAX for figure in figures):
         raise ValueError("a price is negative or absurd")
     currencies.digits_of(price.currency)
-    return (price.model, price.tier, price.valid_from, price.currency, *figures)
+    return (price.model, price.version, price.tier, price.valid_from, price.currency, *figures)

@@ -26,12 +26,12 @@ def invoice(
         print(f"note: {made.unpriced_tokens} tokens have no price and are not charged", file=sys.stderr)
     if not made.closed:
         print("note: the month is not closed yet: late usage may still come", file=sys.stderr)
-    columns = ("kind", "corrects", "model", "tier", "valid_from", "tokens", "price", "amount")
+    columns = ("kind", "corrects", "model", "version", "tier", "valid_from", "tokens", "price", "amount")
     lines = [tuple(getattr(line, column) for column in columns) for line in made.lines]
     if as_csv and not as_json:
         head = ("tenant", "month", *columns, "currency")
         print(csv_text(head, [(made.tenant, made.month, *line, made.currency) for line in lines]))
         return
-    total = ("total", "", "", "", "", "", made.currency, made.total)
+    total = ("total", "", "", "", "", "", "", made.currency, made.total)
     text = f"{made.tenant}, {made.month}: {made.requests} requests\n\n" + table(columns, [*lines, total])
     show(made, text, as_json=as_json)

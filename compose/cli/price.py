@@ -1,4 +1,4 @@
-"""``headrace price``: prices by model and tier, records in a bucket like tenants."""
+"""``headrace price``: prices by model, version and tier, records in a bucket like tenants."""
 
 from typing import Annotated
 
@@ -7,12 +7,12 @@ import typer
 from compose.cli.common import DataDirOption, JsonOption, administer, on_bus, show, table
 from contracts.messages.base import Priority
 
-app = typer.Typer(no_args_is_help=True, help="Prices by model and tier.")
+app = typer.Typer(no_args_is_help=True, help="Prices by model, version and tier.")
 
 
 @app.command("set")
 def price_set(
-    model: str,
+    model: Annotated[str, typer.Argument(help="Or an adapter; model@version for one version's own.")],
     input_price: Annotated[str, typer.Option("--input", metavar="PRICE", help="For a million prompt tokens.")],
     output_price: Annotated[str, typer.Option("--output", metavar="PRICE", help="For a million completion tokens.")],
     cached: Annotated[
@@ -35,8 +35,10 @@ def price_set(
     """Set a model's prices from a day on, until a later price begins."""
     from contracts.forms import NewPrice
 
+    name, _, version = model.partition("@")
     form = NewPrice(
-        model=model,
+        model=name,
+        version=version,
         input=input_price,
         output=output_price,
         cached_input=cached or "",
@@ -47,7 +49,7 @@ def price_set(
         backdate=backdate,
     )
     prices = administer(data_dir, lambda do: do.set_prices(form)).data
-    lines = [f"price of {price.model}, {price.tier}, from {price.valid_from}" for price in prices]
+    lines = [f"price of {model}, {price.tier}, from {price.valid_from}" for price in prices]
     show(prices, "\n".join(lines), as_json=as_json)
 
 
@@ -61,6 +63,7 @@ def price_list(data_dir: DataDirOption = None, as_json: JsonOption = False) -> N
     rows = [
         (
             price.model,
+            price.version or "-",
             price.tier,
             price.valid_from,
             price.currency,
@@ -68,5 +71,5 @@ def price_list(data_dir: DataDirOption = None, as_json: JsonOption = False) -> N
         )
         for price in prices
     ]
-    head = ("model", "tier", "from", "currency", "input", "cached", "output", "reasoning")
+    head = ("model", "version", "tier", "from", "currency", "input", "cached", "output", "reasoning")
     show(prices, table(head, rows), as_json=as_json)

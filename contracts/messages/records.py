@@ -202,12 +202,16 @@ class KeyUse(Message, frozen=True, kw_only=True):
 
 
 class Price(Message, frozen=True, kw_only=True):
-    """An entry in the PRICES bucket, keyed ``<model>.<tier>.<valid_from>``: valid until a later one begins.
+    """An entry in the PRICES bucket, keyed ``<model>.<tier>.<valid_from>`` and ``.<version>`` where it is of one: valid
+    until a later one of the same begins.
 
     Prices are whole millionths of the currency's unit for a million tokens.
     """
 
     model: Name
+    """Or an adapter, which is one."""
+    version: Name = ""
+    """Whose own price it is; empty: of all that have none of their own."""
     tier: Priority
     valid_from: Name
     """UTC day, ``2026-11-29``."""

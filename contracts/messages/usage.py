@@ -142,6 +142,8 @@ class InvoiceLine(Message, frozen=True, kw_only=True, omit_defaults=False):
     corrects: Line = ""
     """Of a correction: the month that it corrects."""
     model: Name = ""
+    """Or an adapter."""
+    version: Name = ""
     tier: Name = ""
     valid_from: Name = ""
     """Day from which the price is valid; empty when there is no price."""

@@ -1,4 +1,4 @@
-"""Records of prices, by model, tier and the UTC day from which they hold; all in one currency."""
+"""Records of prices, by model, version, tier and the UTC day from which they hold; all in one currency."""
 
 from datetime import UTC, datetime
 
@@ -8,12 +8,13 @@ from contracts.errors import HeadraceError
 from contracts.messages.base import Codec
 from contracts.messages.records import Price
 from contracts.registry.base import Changed, check_name, encoded
+from contracts.registry.model_records import version as version_record
 
 _PRICE = Codec[Price](Price)
 
 
 async def prices(bus: Bus) -> list[Price]:
-    """By model, tier and day."""
+    """By model, version, tier and day."""
     found = [_PRICE.decode(entry.value) for entry in (await bus.kv.all(topology.PRICES)).values()]
     return sorted(found, key=_place)
 
@@ -45,14 +46,17 @@ def check_day(text: str, now_ms: int, *, backdate: bool) -> str:
 
 
 async def put_price(bus: Bus, price: Price) -> Changed[Price]:
-    """Keep one; that with the same model, tier and day is replaced. Raises HeadraceError."""
+    """Keep one; that with the same model, version, tier and day is replaced. Raises HeadraceError."""
     present = await prices(bus)
     check_price(price, present)
-    key = f"{subjects.encode(price.model)}.{price.tier}.{price.valid_from}"
+    if price.version:
+        await version_record(bus, price.model, price.version)
+    of_version = f".{subjects.encode(price.version)}" if price.version else ""
+    key = f"{subjects.encode(price.model)}.{price.tier}.{price.valid_from}{of_version}"
     before = next((each for each in present if _place(each) == _place(price)), None)
     await bus.kv.put(topology.PRICES, key, encoded(_PRICE, price))
     return Changed(before, price)
 
 
-def _place(price: Price) -> tuple[str, str, str]:
-    return price.model, price.tier, price.valid_from
+def _place(price: Price) -> tuple[str, str, str, str]:
+    return price.model, price.version, price.tier, price.valid_from

@@ -79,10 +79,10 @@ def make(
 
 
 def priced(found: Found) -> Usage:
-    """Lines of what was used, a line for each model, tier, price and kind of tokens."""
+    """Lines of what was used, a line for each model, version, tier, price and kind of tokens."""
     lines: list[InvoiceLine] = []
     usage_pico = unpriced = requests = 0
-    for model, tier, valid_from, _, *rest in found:
+    for model, version, tier, valid_from, _, *rest in found:
         prices, (count, prompt, cached, completion, reasoning) = rest[:4], rest[4:]
         requests += count
         unpriced += 0 if valid_from else prompt + completion
@@ -95,6 +95,7 @@ def priced(found: Found) -> Usage:
                 InvoiceLine(
                     kind=kind,
                     model=model,
+                    version=version,
                     tier=tier,
                     valid_from=valid_from,
                     tokens=amount,
@@ -108,13 +109,13 @@ def priced(found: Found) -> Usage:
 def _corrections(
     months: Mapping[str, Invoice], issued: Mapping[str, Invoice], used: Mapping[str, Found]
 ) -> list[InvoiceLine]:
-    """What ``months`` cost now beyond what all issued invoices charged for them, by month, model and tier."""
-    tokens: defaultdict[tuple[str, str, str], int] = defaultdict(int)
-    amounts: defaultdict[tuple[str, str, str], int] = defaultdict(int)
+    """What ``months`` cost now beyond what all issued invoices charged for them, by month, model, version and tier."""
+    tokens: defaultdict[tuple[str, str, str, str], int] = defaultdict(int)
+    amounts: defaultdict[tuple[str, str, str, str], int] = defaultdict(int)
 
     def add(month: str, line: InvoiceLine, sign: int) -> None:
         if month in months and line.kind != "rounding":
-            key = (month, line.model, line.tier)
+            key = (month, line.model, line.version, line.tier)
             tokens[key] += sign * line.tokens
             amounts[key] += sign * money.pico(line.amount)
 
@@ -129,10 +130,11 @@ def _corrections(
             kind="correction",
             corrects=month,
             model=model,
+            version=version,
             tier=tier,
-            tokens=tokens[month, model, tier],
-            amount=money.decimal(amounts[month, model, tier]),
+            tokens=tokens[month, model, version, tier],
+            amount=money.decimal(amounts[month, model, version, tier]),
         )
-        for month, model, tier in sorted(amounts)
-        if tokens[month, model, tier] or amounts[month, model, tier]
+        for month, model, version, tier in sorted(amounts)
+        if tokens[month, model, version, tier] or amounts[month, model, version, tier]
     ]

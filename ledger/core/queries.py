@@ -61,11 +61,36 @@ _REQUESTS = (
 )
 
 
-def _amount(prompt: str, cached: str, completion: str, reasoning: str) -> str:
-    """What such columns cost at the price ``p``, in picounits."""
+_PRICED = ("valid_from", "currency", "input", "cached_input", "output", "reasoning")
+"""Columns of a price that ``_with_prices`` gives, named ``price_*``."""
+
+
+def _with_prices(source: str) -> str:
+    """A source with ``of_model``, ``of_version``, ``of_tier`` and ``of_day``, each row with the price that holds: its
+    version's where one does, else its model's.
+    """
+    chosen = ", ".join(f"if(v_currency != '', v_{name}, m_{name}) AS price_{name}" for name in _PRICED)
+
+    def prices(prefix: str, compared: str) -> str:
+        """Under names of their own: a source may have a model, too."""
+        columns = ", ".join(f"{name} AS {prefix}_{name}" for name in ("model", "version", "tier", *_PRICED))
+        return f"(SELECT {columns} FROM prices FINAL WHERE version {compared} '')"
+
     return (
-        f"toInt128({prompt} - {cached}) * p.input + toInt128({cached}) * p.cached_input"
-        f" + toInt128({completion} - {reasoning}) * p.output + toInt128({reasoning}) * p.reasoning"
+        f"(SELECT u.*, {chosen} FROM {source} AS u"
+        f" ASOF LEFT JOIN {prices('m', '=')} AS m"
+        " ON u.of_model = m.m_model AND u.of_tier = m.m_tier AND u.of_day >= m.m_valid_from"
+        f" ASOF LEFT JOIN {prices('v', '!=')} AS v"
+        " ON u.of_model = v.v_model AND u.of_version = v.v_version AND u.of_tier = v.v_tier"
+        " AND u.of_day >= v.v_valid_from)"
+    )
+
+
+def _amount(prompt: str, cached: str, completion: str, reasoning: str) -> str:
+    """What such columns cost at the price of ``_with_prices``, in picounits."""
+    return (
+        f"toInt128({prompt} - {cached}) * price_input + toInt128({cached}) * price_cached_input"
+        f" + toInt128({completion} - {reasoning}) * price_output + toInt128({reasoning}) * price_reasoning"
     )
 
 
@@ -182,7 +207,7 @@ def usage(query: UsageQuery, plan: Plan) -> Query:
     amount = _amount("prompt", "cached", "completion", "reasoning")
     text = (
         f"{page}SELECT {columns}sum(requests), sum(prompt), sum(cached), sum(completion), sum(reasoning),"
-        f" sum(attempts), sum(unbilled), sum({amount}), sumIf(prompt + completion, p.currency = '')"
+        f" sum(attempts), sum(unbilled), sum({amount}), sumIf(prompt + completion, price_currency = '')"
         f" FROM {_priced(source, query.by)}{grouping}{cut}"
     )
     return Query(text, parameters)
@@ -191,15 +216,14 @@ def usage(query: UsageQuery, plan: Plan) -> Query:
 def _priced(source: str, by: Sequence[UsageDimension]) -> str:
     """Usage of ``usage_source``, summed by the dimensions and what prices depend on, each with the price that holds."""
     columns = "".join(f"{_COLUMN[name]} AS by_{name}, " for name in by)
-    keys = ", ".join([*(f"by_{name}" for name in by), "of_model", "tier", "of_day"])
-    return (
-        f"(SELECT {columns}model AS of_model, priority AS tier, toDate(start, 'UTC') AS of_day,"
+    keys = ", ".join([*(f"by_{name}" for name in by), "of_model", "of_version", "of_tier", "of_day"])
+    return _with_prices(
+        f"(SELECT {columns}model AS of_model, version AS of_version, priority AS of_tier,"
+        " toDate(start, 'UTC') AS of_day,"
         " sum(n_requests) AS requests, sum(n_attempts) AS attempts, sum(n_prompt_tokens) AS prompt,"
         " sum(n_cached_tokens) AS cached, sum(n_completion_tokens) AS completion,"
         " sum(n_reasoning_tokens) AS reasoning, sum(n_unbilled_tokens) AS unbilled"
-        f" FROM ({source}) GROUP BY {keys}) AS u"
-        " ASOF LEFT JOIN (SELECT * FROM prices FINAL) AS p"
-        " ON u.of_model = p.model AND u.tier = p.tier AND u.of_day >= p.valid_from"
+        f" FROM ({source}) GROUP BY {keys})"
     )
 
 
@@ -220,25 +244,25 @@ def month_tokens(plan: Plan, tenants: Collection[str] | None) -> Query:
 
 
 def invoice(plan: Plan, tenant: str) -> Query:
-    """A tenant's usage by UTC month, model, tier and price.
+    """A tenant's usage by UTC month, model (an adapter is one), version, tier and price.
 
     Columns: these (the price's first day; empty when no price holds), currency, the four prices, then requests,
     prompt, cached, completion and reasoning tokens.
     """
+    keys = "month, of_model, of_version, of_tier, since"
     text = (
-        "SELECT formatDateTime(of_day, '%Y-%m') AS month, of_model, u.tier,"
-        " if(p.currency = '', '', toString(p.valid_from)) AS since, any(p.currency),"
-        " any(p.input), any(p.cached_input), any(p.output), any(p.reasoning),"
-        " sum(requests), sum(u.prompt), sum(u.cached), sum(u.completion), sum(u.reasoning)"
-        f" FROM {_priced(usage_source(plan, 'tenant = {tenant:String}'), [])} GROUP BY month, of_model, u.tier, since"
-        " ORDER BY month, of_model, u.tier, since"
+        "SELECT formatDateTime(of_day, '%Y-%m') AS month, of_model, of_version, of_tier,"
+        " if(price_currency = '', '', toString(price_valid_from)) AS since, any(price_currency),"
+        " any(price_input), any(price_cached_input), any(price_output), any(price_reasoning),"
+        " sum(requests), sum(prompt), sum(cached), sum(completion), sum(reasoning)"
+        f" FROM {_priced(usage_source(plan, 'tenant = {tenant:String}'), [])} GROUP BY {keys} ORDER BY {keys}"
     )
     return Query(text, {"tenant": tenant})
 
 
 def request(request_id: int, requested_at_ms: int, tenant: str | None, columns: Sequence[str]) -> Query:
     """All attempts of one request, in order: ``columns`` (instants in Unix ms), then currency and amount."""
-    shown = [f"toUnixTimestamp64Milli(a.{name})" if name.endswith("_at") else f"a.{name}" for name in columns]
+    shown = [f"toUnixTimestamp64Milli({name})" if name.endswith("_at") else name for name in columns]
     where = f"requested_at = fromUnixTimestamp64Milli({requested_at_ms}, 'UTC') AND request_id = toUUID({{id:String}})"
     parameters: dict[str, object] = {"id": f"{request_id:032x}"}
     # The tenant stands first in the key: with it, ClickHouse reads one place.
@@ -246,12 +270,14 @@ def request(request_id: int, requested_at_ms: int, tenant: str | None, columns: 
     if tenant is not None:
         of_tenant = "tenant = {tenant:String}"
         parameters["tenant"] = tenant
-    amount = _amount("a.prompt_tokens", "a.cached_tokens", "a.completion_tokens", "a.reasoning_tokens")
+    amount = _amount("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
+    source = (
+        "(SELECT *, model AS of_model, version AS of_version, priority AS of_tier, toDate(admitted_at, 'UTC') AS of_day"
+        f" FROM attempts FINAL WHERE {where} AND {of_tenant})"
+    )
     text = (
-        f"SELECT {', '.join(shown)}, p.currency, if(a.billable, {amount}, 0)"
-        f" FROM (SELECT *, toDate(admitted_at, 'UTC') AS of_day FROM attempts FINAL WHERE {where} AND {of_tenant}) AS a"
-        " ASOF LEFT JOIN (SELECT * FROM prices FINAL) AS p"
-        " ON a.model = p.model AND a.priority = p.tier AND a.of_day >= p.valid_from ORDER BY a.attempt"
+        f"SELECT {', '.join(shown)}, price_currency, if(billable, {amount}, 0)"
+        f" FROM {_with_prices(source)} ORDER BY attempt"
     )
     return Query(text, parameters)
 
@@ -447,7 +473,7 @@ def stale(level: Level, before: int) -> str:
     return f"build < {before} AND (start, build) NOT IN ({counting})"
 
 
-PRICE_COLUMNS = ("model", "tier", "valid_from", "currency", "input", "cached_input", "output", "reasoning")
+PRICE_COLUMNS = ("model", "version", "tier", "valid_from", "currency", "input", "cached_input", "output", "reasoning")
 
 PRICES = Query(f"SELECT {', '.join(PRICE_COLUMNS).replace('valid_from', 'toString(valid_from)')} FROM prices FINAL", {})
 PRICES_EDITION = Query("SELECT max(edition) FROM prices", {})

@@ -3,6 +3,7 @@
 CREATE TABLE IF NOT EXISTS prices
 (
     model        LowCardinality(String),
+    version      LowCardinality(String) COMMENT 'Empty: of all versions that have none of their own',
     tier         LowCardinality(String) COMMENT 'The priority class that it is for',
     valid_from   Date COMMENT 'From this UTC day on, until a later price begins',
     currency     LowCardinality(String),
@@ -14,18 +15,22 @@ CREATE TABLE IF NOT EXISTS prices
     gone         UInt8
 )
 ENGINE = ReplacingMergeTree(edition, gone)
-ORDER BY (model, tier, valid_from)
+ORDER BY (model, version, tier, valid_from)
 SETTINGS fsync_after_insert = 1, fsync_part_directory = 1;
 
--- Attempts, each once, with what each is charged.
+-- Attempts, each once, with what each is charged: at its version's price where that has one, else at its model's.
 CREATE OR REPLACE VIEW billed AS
 SELECT
     usage.*,
-    p.currency AS currency,
+    if(v.currency != '', v.currency, m.currency) AS currency,
     if(usage.billable,
-        toInt128(prompt_tokens - cached_tokens) * p.input + toInt128(cached_tokens) * p.cached_input
-        + toInt128(completion_tokens - reasoning_tokens) * p.output + toInt128(reasoning_tokens) * p.reasoning,
+        toInt128(prompt_tokens - cached_tokens) * if(v.currency != '', v.input, m.input)
+        + toInt128(cached_tokens) * if(v.currency != '', v.cached_input, m.cached_input)
+        + toInt128(completion_tokens - reasoning_tokens) * if(v.currency != '', v.output, m.output)
+        + toInt128(reasoning_tokens) * if(v.currency != '', v.reasoning, m.reasoning),
         0) AS amount_pico
 FROM (SELECT *, toDate(admitted_at, 'UTC') AS day FROM attempts FINAL) AS usage
-ASOF LEFT JOIN (SELECT * FROM prices FINAL) AS p
-    ON usage.model = p.model AND usage.priority = p.tier AND usage.day >= p.valid_from;
+ASOF LEFT JOIN (SELECT * FROM prices FINAL WHERE version = '') AS m
+    ON usage.model = m.model AND usage.priority = m.tier AND usage.day >= m.valid_from
+ASOF LEFT JOIN (SELECT * FROM prices FINAL WHERE version != '') AS v
+    ON usage.model = v.model AND usage.version = v.version AND usage.priority = v.tier AND usage.day >= v.valid_from;

@@ -53,8 +53,14 @@ PRICES = [
           input=140_000, cached_input=35_000, output=500_000, reasoning=700_000),
     Price(model="m1", tier="batch", valid_from="2026-01-01", currency="USD",
           input=75_000, cached_input=18_750, output=300_000, reasoning=300_000),
+    Price(model="m1", version="2", tier="interactive", valid_from="2026-11-01", currency="USD",
+          input=0, cached_input=0, output=77, reasoning=78),
+    Price(model="m1", version="2", tier="interactive", valid_from="2026-11-02", currency="USD",
+          input=11, cached_input=5, output=0, reasoning=1),
+    Price(model="m2", version="1", tier="batch", valid_from="2026-01-01", currency="USD",
+          input=9, cached_input=8, output=7, reasoning=6),
 ]  # fmt: skip
-"""None for model m2."""
+"""None for model m2 but one of its versions. Version 2 of m1 has its own from November on, at first with no input."""
 
 
 class Known:
@@ -101,7 +107,10 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     await store.open()
     rows = [prices.price_row(price) for price in PRICES]
     await store.insert_prices(
-        [(model, tier, datetime.fromisoformat(day).date(), *rest, 1, 0) for model, tier, day, *rest in rows]
+        [
+            (model, version, tier, datetime.fromisoformat(day).date(), *rest, 1, 0)
+            for model, version, tier, day, *rest in rows
+        ]
     )
     yield store
     await store.close()
@@ -157,9 +166,11 @@ def price_of(event: AttemptEvent) -> Price | None:
     fitting = [
         price
         for price in PRICES
-        if (price.model, price.tier) == (event.model, event.priority) and price.valid_from <= day
+        if (price.model, price.tier) == (event.model, event.priority)
+        and price.version in ("", event.version)
+        and price.valid_from <= day
     ]
-    return max(fitting, key=lambda price: price.valid_from, default=None)
+    return max(fitting, key=lambda price: (price.version, price.valid_from), default=None)
 
 
 def amount(event: AttemptEvent) -> int:
@@ -364,6 +375,10 @@ async def test_invoice_daily_usage_and_raw_events_agree_to_the_smallest_unit(sto
             event.prompt_tokens + event.completion_tokens for event in mine if event.billable
         )
         query = UsageQuery(from_at_ms=start, to_at_ms=end, by=["day"], tenant="t1")
+        for model, version in {(event.model, event.version) for event in mine}:
+            of_it = [line.amount for line in lines if (line.model, line.version) == (model, version)]
+            costs = [amount(event) for event in mine if (event.model, event.version) == (model, version)]
+            assert sum(map(pico, of_it)) == sum(costs)
         days = (await query_api.usage(query)).rows
         assert sum(pico(day.amount) for day in days) == exact
         assert sum(day.requests for day in days) == invoice.requests
@@ -389,8 +404,8 @@ async def test_an_invoice_keeps_prices_apart_whatever_comes_twice_late_or_again(
     day = datetime.fromisoformat
     await store.insert_prices(
         [
-            ("m3", "interactive", day("2026-10-01").date(), "USD", 100, 10, 200, 400, 1, 0),
-            ("m3", "interactive", day("2026-11-16").date(), "USD", 0, 0, 0, 0, 1, 0),
+            ("m3", "", "interactive", day("2026-10-01").date(), "USD", 100, 10, 200, 400, 1, 0),
+            ("m3", "", "interactive", day("2026-11-16").date(), "USD", 0, 0, 0, 0, 1, 0),
         ]
     )
     [any_event] = events(random.Random(2), 1)[:1]

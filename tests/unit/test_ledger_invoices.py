@@ -35,9 +35,11 @@ def test_what_is_no_currency_is_refused_with_a_word_why(code: str) -> None:
         currency.digits_of(code)
 
 
-def row(tokens: int, price: int = 3, model: str = "m", since: str = "2026-01-01") -> tuple[Any, ...]:
+def row(
+    tokens: int, price: int = 3, model: str = "m", since: str = "2026-01-01", version: str = "v1"
+) -> tuple[Any, ...]:
     """One request of prompt tokens only."""
-    return (model, "batch", since, "USD", price, price, price, price, 1, tokens, 0, 0, 0)
+    return (model, version, "batch", since, "USD", price, price, price, price, 1, tokens, 0, 0, 0)
 
 
 def make(month: str, used: dict[str, Any], issued: dict[str, Invoice], currency: str = "USD") -> Invoice:
@@ -101,9 +103,9 @@ def history(chance: random.Random) -> None:
         now_ms += chance.randrange(5 * DAY_MS)
         month = chance.choice(months)
         if month <= instants.month_of(now_ms):
-            used[month].append(row(chance.randrange(100), model=chance.choice("ab")))
+            used[month].append(row(chance.randrange(100), model=chance.choice("ab"), version=chance.choice("12")))
         if used[month] and chance.random() < 0.1:
-            used[month] = [(*each[:4], *[chance.randrange(9)] * 4, *each[8:]) for each in used[month]]
+            used[month] = [(*each[:5], *[chance.randrange(9)] * 4, *each[9:]) for each in used[month]]
         asked = chance.choice([*months, "2027-01"])
         if asked not in issued and chance.random() < 0.5:
             for each in invoices.to_issue(asked, used, issued, now_ms):
@@ -115,7 +117,7 @@ def history(chance: random.Random) -> None:
     later = sorted(month for month in {*used, opened} if month >= opened)
     told = [*issued.values(), *(invoices.make("t", m, used, issued, currency="USD", now_ms=now_ms) for m in later)]
     charged = sum(Decimal(line.amount) for made in told for line in made.lines if line.kind != "rounding")
-    assert charged == sum(Decimal(money.decimal(each[9] * each[4])) for rows in used.values() for each in rows)
+    assert charged == sum(Decimal(money.decimal(each[10] * each[5])) for rows in used.values() for each in rows)
     assert sum(Decimal(made.total) for made in told) == sum(
         Decimal(line.amount) for made in told for line in made.lines
     )
