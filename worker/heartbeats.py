@@ -22,6 +22,7 @@ from contracts.ticks import next_tick_s, tick
 from worker import metrics
 from worker.core.core import WorkerCore
 from worker.engines.supervisor import SAMPLE_S, EngineSupervisor
+from worker.loading import Loader
 
 HEARTBEAT_S = 0.5
 BURST_S = 0.02
@@ -48,12 +49,12 @@ class Heartbeats:
         supervisor: EngineSupervisor,
         *,
         served: Callable[[], Manifest],
-        stage: Callable[[], str],
+        loader: Loader,
     ) -> None:
         self._bus = bus
         self._vitals = vitals
         self._served = served
-        self._stage = stage
+        self._loader = loader
         self._core = core
         self._supervisor = supervisor
         self._notified = asyncio.Event()
@@ -103,7 +104,8 @@ class Heartbeats:
             version=served.version,
             state=state,
             pinned=core.pinned,
-            reason=(reason or self._stage())[:REASON_MAX],
+            reason=(reason or self._loader.stage)[:REASON_MAX],
+            loading=self._loader.loading,
             epoch=core.epoch,
             slots=attempts.slots_here,
             kv_tokens=attempts.kv_tokens,

@@ -14,6 +14,7 @@ from contracts.artifacts.files import BadArtifact
 from contracts.artifacts.stores import source_of
 from contracts.bus import Bus
 from contracts.messages.base import Endpoint
+from contracts.messages.control import Loading
 from contracts.messages.records import Golden, Manifest
 from worker import metrics
 from worker.config import WorkerConfig
@@ -37,6 +38,8 @@ class Loader:
         self._cache = Cache(cache_dir(config.cache), config.cache_bytes)
         self.stage = ""
         """What is being done, for the heartbeat; empty while nothing is."""
+        self.loading: Loading | None = None
+        """How many bytes of it are here."""
 
     async def fetch(self, manifest: Manifest) -> Manifest:
         """Have all its files here, verified. Raises EngineFailure."""
@@ -48,6 +51,7 @@ class Loader:
 
         def progress(done: int, total: int) -> None:
             self.stage = f"fetching {manifest.version}: {done >> 20} of {total >> 20} MiB"
+            self.loading = Loading(version=manifest.version, done_bytes=done, total_bytes=total)
 
         try:
             source = source_of(manifest, self._bus)
@@ -55,7 +59,7 @@ class Loader:
         except BadArtifact as error:
             raise EngineFailure("unavailable", str(error)) from error
         finally:
-            self.stage = ""
+            self.stage, self.loading = "", None
         return msgspec.structs.replace(manifest, path=str(directory))
 
     async def load(self, manifest: Manifest) -> Engine:

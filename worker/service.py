@@ -111,12 +111,7 @@ class Worker:
         base = Base(model=manifest.name, version=manifest.version)
         self._adapters = Adapters(bus, base, self._serve_adapter) if host is None else None
         self._heartbeats = Heartbeats(
-            bus,
-            self._vitals,
-            self._core,
-            self._supervisor,
-            served=lambda: self._manifest,
-            stage=lambda: self._loader.stage,
+            bus, self._vitals, self._core, self._supervisor, served=lambda: self._manifest, loader=self._loader
         )
         self._stopping = asyncio.Event()
         self._hurried = False

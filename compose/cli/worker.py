@@ -2,15 +2,22 @@
 
 import os
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from compose.cli.common import DataDirOption, JsonOption, administer, on_bus, show, table
 from compose.stack import control
 from compose.stack.control import WITHIN_S, WITHIN_S_MAX, WORKERS_MAX
-from compose.stack.data_dir import DataDir, default_data_dir
+from compose.stack.data_dir import ComposeError, DataDir, default_data_dir
+
+if TYPE_CHECKING:
+    from contracts.bus import Bus
+    from contracts.messages.control import Loading
 
 app = typer.Typer(no_args_is_help=True, help="Workers of the stack that runs here; nothing restarts.")
 
@@ -21,8 +28,12 @@ WithinOption = Annotated[
 
 @app.command("list")
 def worker_list(data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
-    """Workers and how they are."""
-    _show(ask(data_dir, control.ListWorkers()), as_json=as_json)
+    """Workers and how they are; of one that fetches a version, how much of it is here."""
+    answer = ask(data_dir, control.ListWorkers())
+    loading: dict[str, Loading] = {}
+    with suppress(ComposeError):  # Processes are shown also while the bus is away.
+        loading = on_bus(data_dir, lambda bus, _: _loading(bus, answer.workers))
+    _show(answer, loading, as_json=as_json)
 
 
 @app.command("add")
@@ -34,7 +45,7 @@ def worker_add(
     as_json: JsonOption = False,
 ) -> None:
     """Start workers of a model; returns once they are ready."""
-    _show(ask(data_dir, control.AddWorkers(model, count, version)), as_json=as_json)
+    _show(ask(data_dir, control.AddWorkers(model, count, version)), {}, as_json=as_json)
 
 
 @app.command("remove")
@@ -45,7 +56,7 @@ def worker_remove(
     as_json: JsonOption = False,
 ) -> None:
     """Stop a worker: it takes nothing more, finishes what it runs, and goes."""
-    _show(ask(data_dir, control.RemoveWorker(worker, within_s)), as_json=as_json)
+    _show(ask(data_dir, control.RemoveWorker(worker, within_s)), {}, as_json=as_json)
 
 
 @app.command("drain")
@@ -87,10 +98,29 @@ def ask(data_dir: Path | None, call: control.Call) -> control.Answer:
     return control.call(DataDir(data_dir or default_data_dir(os.environ)).control, call)
 
 
-def _show(answer: control.Answer, *, as_json: bool) -> None:
+async def _loading(bus: "Bus", workers: "Sequence[control.ShownWorker]") -> "dict[str, Loading]":
+    """What each fetches, by its process's name, as its model's owner heard last; none where there is no owner."""
+    from compose.stack import records
+    from contracts.bus import BusError
+
+    found = {}
+    for model in {each.model for each in workers}:
+        with suppress(BusError):
+            for beat in (await records.queue(bus, model)).workers:
+                if beat.loading is not None:
+                    found[beat.worker.rpartition("-")[0]] = beat.loading
+    return found
+
+
+def _show(answer: control.Answer, loading: "dict[str, Loading]", *, as_json: bool) -> None:
     for note in answer.notes:
         print(f"note: {note}", file=sys.stderr)
-    rows: list[tuple[Any, ...]] = [
-        (it.name, it.model, it.version or "stable", it.state, it.pid or "-") for it in answer.workers
-    ]
-    show(answer.workers, table(("worker", "model", "started for", "state", "pid"), rows), as_json=as_json)
+    rows: list[tuple[Any, ...]] = []
+    for it in answer.workers:
+        coming = loading.get(it.name)
+        fetched = (
+            f"{coming.version}: {coming.done_bytes / 1e6:,.0f} of {coming.total_bytes / 1e6:,.0f} MB" if coming else "-"
+        )
+        rows.append((it.name, it.model, it.version or "stable", it.state, fetched, it.pid or "-"))
+    shown = [msgspec.structs.asdict(it) | {"loading": loading.get(it.name)} for it in answer.workers]
+    show(shown, table(("worker", "model", "started for", "state", "fetching", "pid"), rows), as_json=as_json)

@@ -14,6 +14,7 @@ from contracts.messages.base import (
     Subject,
     Text,
     TokenCounts,
+    Whole,
 )
 from contracts.messages.frames import EndData, ErrorData
 
@@ -99,6 +100,14 @@ class Progress(TokenCounts, frozen=True, kw_only=True):
     attempt: int
 
 
+class Loading(Message, frozen=True, kw_only=True):
+    """Files of a version on their way to a worker, which may serve another one meanwhile."""
+
+    version: Name
+    done_bytes: Whole
+    total_bytes: Whole
+
+
 class WorkerHeartbeat(Message, frozen=True, kw_only=True):
     """Worker -> schedulers every 500 ms, ``hb.v1.worker.<model>.<worker>``."""
 
@@ -111,6 +120,8 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True):
     one. An adapter's worker goes with its base's, and is never ordered."""
     reason: Text = ""
     """What it waits for or what failed, for people; of a worker that is ready: why it did not switch its version."""
+    loading: Loading | None = None
+    """None while no files are fetched."""
     epoch: Epoch = Epoch()
     """Highest epoch that the worker has acknowledged."""
     slots: int = 0

@@ -176,7 +176,8 @@ async def faulty(harness: Harness, fault: str, files: Path, url: str) -> Manifes
     return manifest
 
 
-FAULTS = {name: says for name, (*_, says) in (*BY_MANIFEST.items(), *IN_PLACE.items())} | ON_THE_WAY
+FAULTS = {name: row[1] for name, row in BY_MANIFEST.items()} | {name: row[2] for name, row in IN_PLACE.items()}
+FAULTS |= ON_THE_WAY
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -299,6 +300,11 @@ async def test_a_worker_killed_in_the_middle_of_a_load_goes_on_where_it_was(
         assert not partial.exists()
         stages = {beat.reason.split(":")[0] for beat in harness.beats if beat.state == "starting"}
         assert stages <= {"", "fetching v2", "verifying v2", "starting the engine with v2", "warming up v2"}
+        total = sum(artifact.size for artifact in manifest.artifacts.values())
+        told = [beat.loading for beat in harness.beats if beat.loading is not None]
+        assert {(each.version, each.total_bytes) for each in told} == {("v2", total)}
+        assert any(0 < each.done_bytes < total for each in told)
+        assert harness.beats[-1].loading is None
     finally:
         second.terminate()
         await second.wait()
