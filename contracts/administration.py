@@ -319,7 +319,10 @@ def _prices(form: NewPrice, day: str) -> list[Price]:
         except ValueError as error:
             raise HeadraceError("invalid_request", f"{name}: {error}", param=name) from error
     tiers: tuple[Priority, ...] = (form.tier,) if form.tier else get_args(Priority)
-    return [Price(model=form.model, tier=tier, valid_from=day, currency=form.currency, **figures) for tier in tiers]
+    return [
+        Price(model=form.model, version=form.version, tier=tier, valid_from=day, currency=form.currency, **figures)
+        for tier in tiers
+    ]
 
 
 def _tomorrow(now_ms: int) -> str:

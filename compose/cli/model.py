@@ -1,7 +1,6 @@
 """``headrace model``: models in the registry."""
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -78,39 +77,6 @@ def model_add(
 
     on_bus(data_dir, enter)
     show(manifest, f"model {manifest.name} {manifest.version}", as_json=as_json)
-
-
-@app.command("add-adapter")
-def model_add_adapter(
-    name: Annotated[str, typer.Argument(help="What callers name it.")],
-    base: Annotated[str, typer.Option(help="Model that it is of, or one version of it: model@version.")],
-    directory: Annotated[
-        Path | None, typer.Option("--from", help="Of adapter_config.json and adapter_model.safetensors.")
-    ] = None,
-    price_tier: Annotated[PriceTier, typer.Option(help="What price ceilings are compared with.")] = "standard",
-    data_dir: DataDirOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Enter a LoRA adapter: a model of its own, which the workers of its base serve beside that, without a restart."""
-    from compose.stack import records
-    from compose.stack.adapters import make_adapter
-    from contracts import registry
-    from contracts.administration import Administration
-    from contracts.messages.records import Manifest
-
-    async def enter(bus: "Bus", target: Target) -> Manifest:
-        model, at, version = base.partition("@")
-        found = await registry.version(bus, model, version if at else (await registry.model(bus, model)).stable)
-        if found.engine != "simulated" and directory is None:
-            raise typer.BadParameter("say where its files are", param_hint="--from")
-        manifest = make_adapter(name, directory or Path(), found, price_tier)
-        do = Administration(bus, records.operator())
-        await do.publish(manifest)
-        await do.set_stable(manifest.name, manifest.version)
-        return manifest
-
-    made = on_bus(data_dir, enter)
-    show(made, f"adapter {made.name} {made.version} of {base}", as_json=as_json)
 
 
 @app.command("remove")

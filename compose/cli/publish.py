@@ -22,6 +22,9 @@ def publish(
     source: Annotated[
         str, typer.Option("--from", help="Directory of a Hugging Face model, or its URL (file, s3, gs, https).")
     ] = "",
+    base: Annotated[
+        str, typer.Option(help="It is a LoRA adapter of this model, or of one version of it: model@version.")
+    ] = "",
     store: Annotated[str, typer.Option(help="URL of a store for the parts; the bus's own without.")] = "",
     in_place: Annotated[bool, typer.Option("--in-place", help="Copy nothing: workers read the files there.")] = False,
     golden: Annotated[bool, typer.Option(help="Have the engine answer once, for workers to compare with.")] = True,
@@ -37,7 +40,8 @@ def publish(
     """Publish a version of a model: check, hash and upload its files, and enter its manifest, which never changes.
 
     Run it again after it was cut off: what is there is not sent again. The first version of a model is served at once,
-    later ones when they are promoted.
+    later ones when they are promoted. A LoRA adapter (--base) is a model of its own, of adapter_config.json and
+    adapter_model.safetensors as PEFT writes them; the workers of its base serve it beside that, without a restart.
     """
     from compose.stack import publishing, records
     from contracts.administration import Administration
@@ -50,6 +54,7 @@ def publish(
             name=name,
             version=version,
             source=source,
+            base=base,
             engine=engine,
             store=store,
             in_place=in_place,

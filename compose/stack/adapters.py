@@ -1,4 +1,4 @@
-"""The manifest of a LoRA adapter: what it is called, which version of which model it is of, where its files lie.
+"""The manifest of a LoRA adapter: what it is called, which version of which model it is of, and its files.
 
 Its engine, context, APIs and tokenizer are its base's. Everything that is wrong with its files is told here, before
 anybody loads them.
@@ -11,42 +11,40 @@ from typing import Any
 import msgspec
 
 from compose.stack.data_dir import ComposeError
-from contracts import registry
-from contracts.artifacts.files import BadArtifact, check_contents, describe
-from contracts.messages.records import Base, Manifest, PriceTier
+from contracts.artifacts.files import BadArtifact, check_contents
+from contracts.messages.records import Artifact, Base, Manifest
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """As PEFT writes them; of other files nothing is loaded."""
 RANK_MAX = 512
 
 
-def make_adapter(name: str, directory: Path, base: Manifest, price_tier: PriceTier = "standard") -> Manifest:
-    """Raises ComposeError. A simulated base's adapter has no files that anybody reads."""
-    registry.check_name("model name", name)
+def adapter_of(name: str, base: Manifest, artifacts: dict[str, Artifact]) -> Manifest:
+    """Without a version. Raises ComposeError. A simulated base's adapter has no files that anybody reads."""
     if name == base.name:
         raise ComposeError("an adapter has a name of its own, not its base's")
     if base.base is not None:
         raise ComposeError(f"{base.name} is an adapter itself; name the model that it is of")
     if "embeddings" in base.endpoints:
         raise ComposeError(f"{base.name} gives embeddings: the engine loads adapters beside models of text alone")
-    files = {} if base.engine == "simulated" else _files(directory.expanduser().resolve())
-    made = msgspec.structs.replace(
+    if base.engine != "simulated" and not artifacts:
+        raise ComposeError("say where the adapter's files are: --from DIRECTORY or --from URL")
+    return msgspec.structs.replace(
         base,
         name=name,
         version="",
-        artifacts={file: describe(path) for file, path in files.items()},
-        path=str(directory.expanduser().resolve()) if files else "",
+        artifacts=artifacts,
+        path="",
         store="",
-        price_tier=price_tier,
         engine_arguments={},
         golden=None,
         base=Base(model=base.name, version=base.version),
         created_at_ms=0,
     )
-    return msgspec.structs.replace(made, version=f"v1-{registry.identity(made)[:8]}")
 
 
-def _files(directory: Path) -> dict[str, Path]:
+def adapter_files(directory: Path) -> dict[str, Path]:
+    """Its two files. Raises ComposeError for what vLLM does not load."""
     found = {name: directory / name for name in (CONFIG, WEIGHTS)}
     for name, path in found.items():
         if path.is_symlink() or not path.is_file():

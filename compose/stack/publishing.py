@@ -8,7 +8,8 @@ import contextlib
 import hashlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,23 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from compose.stack import models
+from compose.stack.adapters import adapter_files, adapter_of
 from compose.stack.data_dir import ComposeError, Engine
 from compose.stack.manifest import SIMULATED_OUTPUT_TOKENS
 from compose.stack.processes import die_with
 from contracts import registry, topology
 from contracts.administration import Administration
 from contracts.artifacts import publish as artifacts
-from contracts.artifacts.fetch import cache_dir
+from contracts.artifacts.fetch import Cache, cache_dir
 from contracts.artifacts.files import check_shards, publishable
-from contracts.artifacts.stores import BusParts, is_local, store_at
+from contracts.artifacts.stores import BusParts, is_local, source_of, store_at
 from contracts.bus import Bus
 from contracts.messages.records import Capability, Golden, Manifest, PriceTier
 from contracts.registry import Changed
 
 GOLDEN_TIMEOUT_S = 600.0
+BASE_CACHE_BYTES = 1 << 40
+"""Of the cache in which an adapter's base is kept for its golden answer: the disk is the bound."""
 
 
 class Publication(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +44,8 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     source: str = ""
     """Directory, or URL of one; empty for a simulated version without files."""
+    base: str = ""
+    """Model, or ``model@version`` of it, that this is a LoRA adapter of: then the engine is that one's."""
     engine: Engine = "vllm"
     store: str = ""
     """URL of the store of parts; empty: the bus's own."""
@@ -58,18 +64,23 @@ async def publish(bus: Bus, do: Administration, wanted: Publication) -> Changed[
     registry.check_name("model name", wanted.name)
     registry.check_version(wanted.version)
     await topology.ensure(bus)
+    base = await _base(bus, wanted.base) if wanted.base else None
     with bar() as progress:
-        files = await asyncio.to_thread(_files, wanted.source, progress) if wanted.source else {}
+        chosen = publishable if base is None else adapter_files
+        files = await asyncio.to_thread(_files, wanted.source, chosen, progress) if wanted.source else {}
         described = await asyncio.to_thread(artifacts.described, files, progress)
         directory = _root(files)
-        manifest = _manifest(wanted, directory, described)
+        manifest = await asyncio.to_thread(_manifest, wanted, base, directory, described)
         registry.check_manifest(manifest)
         present = await registry.find_version(bus, wanted.name, wanted.version)
         if present is not None and registry.identity(present) != registry.identity(manifest):
             registry.refuse_change(manifest)
         if wanted.golden:
+            loaded = [msgspec.structs.replace(manifest, path=str(directory) if files else "")]
+            if base is not None:
+                loaded.insert(0, await _fetched(bus, base, progress))
             progress("asking the engine for its golden answer", 0, 0)
-            manifest = msgspec.structs.replace(manifest, golden=await _golden(manifest, directory))
+            manifest = msgspec.structs.replace(manifest, golden=await _golden(loaded))
         if not wanted.in_place:
             await artifacts.upload(store_at(wanted.store, bus), files, described, progress)
         changed = await do.publish(manifest)
@@ -89,14 +100,29 @@ async def unpublish(bus: Bus, do: Administration, name: str, version: str) -> in
     return await BusParts(bus).keep_only(used)
 
 
-def _files(source: str, progress: artifacts.Progress) -> dict[str, Path]:
+async def _base(bus: Bus, named: str) -> Manifest:
+    """The version that ``model`` serves, or ``model@version``; raises HeadraceError (not_found)."""
+    name, at, version = named.partition("@")
+    return await registry.version(bus, name, version if at else (await registry.model(bus, name)).stable)
+
+
+async def _fetched(bus: Bus, base: Manifest, progress: artifacts.Progress) -> Manifest:
+    """The base with its files in this machine's cache."""
+    if not base.artifacts:
+        return base
+    cache = Cache(cache_dir(), BASE_CACHE_BYTES)
+    tell = partial(progress, f"fetching {base.name}")
+    return msgspec.structs.replace(base, path=str(await cache.fetch(base, source_of(base, bus), progress=tell)))
+
+
+def _files(source: str, chosen: Callable[[Path], dict[str, Path]], progress: artifacts.Progress) -> dict[str, Path]:
     """The files of the source by their path below it, downloaded first where it is a URL."""
     if "://" in source and not source.startswith("file://"):
         incoming = cache_dir() / "incoming" / hashlib.sha256(source.encode()).hexdigest()[:24]
-        files = artifacts.download(source, incoming, progress)
+        files = artifacts.download(source, incoming, progress, chosen)
     else:
         directory = Path(source.removeprefix("file://")).expanduser()
-        files = publishable(directory.parent.resolve() / directory.name if directory.name else directory.resolve())
+        files = chosen(directory.parent.resolve() / directory.name if directory.name else directory.resolve())
     check_shards(files)
     return files
 
@@ -107,8 +133,12 @@ def _root(files: dict[str, Path]) -> Path:
     return Path()
 
 
-def _manifest(wanted: Publication, directory: Path, described: dict[str, Any]) -> Manifest:
-    if wanted.engine == "simulated":
+def _manifest(wanted: Publication, base: Manifest | None, directory: Path, described: dict[str, Any]) -> Manifest:
+    if base is not None:
+        if wanted.engine_arguments:
+            raise ComposeError("an adapter runs in its base's engine, and has no arguments of its own")
+        made = msgspec.structs.replace(adapter_of(wanted.name, base, described), version=wanted.version)
+    elif wanted.engine == "simulated":
         made = Manifest(
             name=wanted.name,
             version=wanted.version,
@@ -137,10 +167,9 @@ def _manifest(wanted: Publication, directory: Path, described: dict[str, Any]) -
     return msgspec.structs.replace(made, **{name: value for name, value in stated.items() if value is not None})
 
 
-async def _golden(manifest: Manifest, directory: Path) -> Golden:
-    """From a process of its own: the engine is large, and may die. It does not outlive this one."""
+async def _golden(loaded: list[Manifest]) -> Golden:
+    """Of the last of them, from a process of its own: the engine is large, and may die. It ends with this one."""
     parent = os.getpid()
-    here = msgspec.structs.replace(manifest, path=str(directory) if manifest.artifacts else "")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "worker.golden"),
         stdin=-1,
@@ -151,7 +180,7 @@ async def _golden(manifest: Manifest, directory: Path) -> Golden:
     )
     try:
         async with asyncio.timeout(GOLDEN_TIMEOUT_S):
-            out, err = await process.communicate(msgspec.json.encode(here))
+            out, err = await process.communicate(msgspec.json.encode(loaded))
     except TimeoutError as error:
         raise ComposeError(f"the engine gave no golden answer within {GOLDEN_TIMEOUT_S:g} s") from error
     finally:

@@ -32,6 +32,8 @@ _HTTP_NAMES = (
     "modules.json",
     "model.safetensors",
     "model.safetensors.index.json",
+    "adapter_config.json",
+    "adapter_model.safetensors",
 )
 """A web server lists nothing: these are asked for, and the shards that the index names."""
 
@@ -98,9 +100,12 @@ def _read_part(file: Path, index: int) -> bytes:
         return content.read(PART_BYTES)
 
 
-def download(url: str, directory: Path, progress: Progress) -> dict[str, Path]:
+def download(
+    url: str, directory: Path, progress: Progress, chosen: Callable[[Path], dict[str, Path]] = publishable
+) -> dict[str, Path]:
     """The model's files at a URL, in ``directory``; one that is there with the same size is not fetched again.
 
+    ``chosen`` gives those that count, of a directory.
     Nothing vouches for what a source without a manifest gives but its size, and the headers of weights. Raises
     BadArtifact.
     """
@@ -118,7 +123,7 @@ def download(url: str, directory: Path, progress: Progress) -> dict[str, Path]:
         if not (target.exists() and target.stat().st_size == size):
             _download_file(files, f"{root}/{path}", target, size, partial(_plus, progress, done, total))
         done += size
-    return publishable(directory)
+    return chosen(directory)
 
 
 def _listed(files: Any, root: str, directory: Path, url: str) -> dict[str, int]:

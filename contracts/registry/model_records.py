@@ -15,7 +15,7 @@ from contracts.bus import Bus, KvEntry, WrongSequence
 from contracts.clock import now_ms
 from contracts.errors import HeadraceError
 from contracts.messages.base import Codec
-from contracts.messages.records import Manifest, ModelRecord
+from contracts.messages.records import Base, Manifest, ModelRecord
 from contracts.registry.base import Changed, at_home, change_record, check_counts, check_name, encoded, readable
 from contracts.simulated import SimulatedVersion
 
@@ -164,7 +164,11 @@ async def versions(bus: Bus, name: str | None = None) -> list[Manifest]:
 
 
 async def remove_version(bus: Bus, name: str, version: str) -> None:
-    """Forget a version that its model does not serve; raises HeadraceError."""
+    """Forget a version that its model does not serve; raises HeadraceError, also while there are adapters of it."""
+    itself = Base(model=name, version=version)
+    if adapters := sorted({each.name for each in await versions(bus) if each.base == itself}):
+        message = f"{', '.join(adapters)}: adapters of {name} {version}; remove them first"
+        raise HeadraceError("conflict", message, param="version")
     record = await find_model(bus, name)
     if record is not None and record.stable == version:
         raise HeadraceError("conflict", f"{name} serves {version}: promote another version first", param="version")
@@ -210,9 +214,9 @@ async def remove_model(bus: Bus, name: str) -> Changed[ModelRecord]:
 
 
 async def adapters_of(bus: Bus, name: str) -> list[ModelRecord]:
-    """Models in service whose stable version is an adapter of that model."""
-    of_it = {(each.name, each.version) for each in await versions(bus) if each.base and each.base.model == name}
-    return [record for record in await models(bus) if (record.name, record.stable) in of_it]
+    """Models in service of which a version, whether it is served or not, is an adapter of one of that model's."""
+    of_it = {each.name for each in await versions(bus) if each.base and each.base.model == name}
+    return [record for record in await models(bus) if record.name in of_it]
 
 
 async def is_known(bus: Bus, name: str) -> bool:

@@ -401,6 +401,7 @@ async def test_prices_are_set_by_their_own_scope_and_checked(world: World) -> No
     assert await world.code("prices.set", secret, **price, valid_from="2026-01-01") == "invalid_request", "it has begun"
     assert await world.code("prices.set", secret, **price | {"input": "1e99"}) == "invalid_request"
     assert await world.code("prices.set", secret, **price, currency="XAU") == "invalid_request"
+    assert await world.code("prices.set", secret, **price, version="v9") == "not_found", "there is no such version"
     assert await world.code("prices.set", secret, **price, valid_from="2026-01-01", backdate=True) == ""
     listed = json.loads(bytes((await world.ask("prices.list", secret)).result))["data"]
     ours = [each for each in listed if each["model"] == price["model"]]

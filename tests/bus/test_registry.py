@@ -8,7 +8,7 @@ import pytest
 from contracts import registry, subjects, topology
 from contracts.bus import Bus
 from contracts.errors import HeadraceError
-from contracts.messages.records import Artifact, Golden, Manifest
+from contracts.messages.records import Artifact, Base, Golden, Manifest
 
 FIRST = Manifest(
     name="Org/M 1",
@@ -67,6 +67,19 @@ async def test_what_is_served_is_not_removed_and_what_is_not_there_not_served(bu
     await registry.put_version(bus, SECOND)
     with pytest.raises(HeadraceError, match="serves v1"):
         await registry.remove_version(bus, FIRST.name, "v1")
+    tuned = msgspec.structs.replace(FIRST, name="tuned", version="t1", base=Base(model=FIRST.name, version="v1"))
+    await registry.put_version(bus, tuned)
+    base = Base(model=FIRST.name, version="v2")
+    await registry.put_version(bus, msgspec.structs.replace(tuned, version="t2", base=base))
+    with pytest.raises(HeadraceError, match=r"tuned: adapters of .+ v2"):  # Also of one that is not served.
+        await registry.remove_version(bus, FIRST.name, "v2")
+    await registry.set_stable(bus, "tuned", "t2")
+    await registry.remove_version(bus, "tuned", "t1")
+    await registry.set_stable(bus, "tuned", "t2")
+    with pytest.raises(HeadraceError, match="tuned: adapters of"):
+        await registry.remove_model(bus, FIRST.name)
+    await registry.remove_model(bus, "tuned")
+    await registry.forget_removed(bus, "tuned")
     with pytest.raises(HeadraceError, match="no version v3"):
         await registry.set_stable(bus, FIRST.name, "v3")
     await registry.remove_version(bus, FIRST.name, "v2")

@@ -7,11 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from compose.stack.adapters import make_adapter as manifest_of
+from compose.stack.adapters import adapter_files, adapter_of
+from contracts.artifacts.files import describe
 from contracts.messages.records import Manifest
 from tests.support.adapters import make_adapter
 from tests.support.asking import VLLM_MARKS, Asker
+from worker.adapters import AdapterEngine
 from worker.engines.base import EngineFailure
+from worker.loading import golden_of, prove
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), *VLLM_MARKS]
 
@@ -30,9 +33,14 @@ async def test_each_answers_with_its_own_weights_alone_and_in_one_batch(
     base = Manifest(name="m", version="v1", engine="vllm", context=100, default_output_tokens=8, path=str(model_path))
     for seed, name in enumerate(("tuned", "other"), 1):
         files = make_adapter(tmp_path / name, model_path, seed=seed, strength=0.3 * seed)
-        manifest = manifest_of(name, files, base)
-        assert set(manifest.artifacts) == {"adapter_config.json", "adapter_model.safetensors"}
-        await vllm.engine.load_adapter(name, manifest.path)
+        found = {path: describe(file) for path, file in adapter_files(files).items()}
+        assert set(found) == {"adapter_config.json", "adapter_model.safetensors"}
+        await vllm.engine.load_adapter(name, str(files))
+        published = adapter_of(name, base, found)
+        adapter = AdapterEngine(vllm.engine, name, lambda: vllm.engine)
+        golden = await golden_of(adapter, published)
+        assert golden.tokens != (await golden_of(vllm.engine, base)).tokens
+        await prove(adapter, msgspec.structs.replace(published, golden=golden))
     alone = [await answer(vllm, name) for name in ("", "tuned", "other")]
     texts = [text for text, _ in alone]
     assert "Paris" in texts[0] and len(set(texts)) == 3

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,7 +30,7 @@ async def test_vllm_and_the_gateway_make_one_fingerprint_and_one_digest(
 ) -> None:
     counter = Tokenizer(manifest, model_path)
     assert await vllm.engine.fingerprint() == counter.fingerprint
-    body = {"prompt": ["Zürich \U0001f600", "  two  ", "a"], "max_tokens": 1}
+    body: dict[str, Any] = {"prompt": ["Zürich \U0001f600", "  two  ", "a"], "max_tokens": 1}
     ids = counter.token_ids(APIS["completions"], body)
     job = vllm.job(False, "completions", prompt_tokens=sum(map(len, ids)), prompt_digest=digest(ids), **body)
     await vllm.ask(job)

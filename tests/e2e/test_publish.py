@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.models import safetensors
+from tests.support.models import TOKENIZER, safetensors
 from tests.support.stack import Stack, headrace
 
 
@@ -15,7 +15,7 @@ def files(tmp_path: Path) -> Path:
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text('{"max_position_embeddings": 64}')
-    (directory / "tokenizer.json").write_text("{}")
+    (directory / "tokenizer.json").write_text(TOKENIZER)
     (directory / "model.safetensors").write_bytes(safetensors({"a": os.urandom(100_000)}))
     return directory
 

@@ -217,8 +217,9 @@ def test_a_tenant_has_a_price_ceiling_and_so_may_a_request(stack: Stack) -> None
 
 def test_adapters_are_models_that_the_bases_workers_serve(stack: Stack) -> None:
     """Under their own names, limits and prices, on workers that nobody started for them; usage is told by name."""
-    made = stack.cli_json("model", "add-adapter", "tuned", "--base", "b/1")
-    stack.cli_json("model", "add-adapter", "other", "--base", "b/1@sim-1")
+    made = stack.cli_json("model", "publish", "tuned", "--version", "v1-t", "--base", "b/1")
+    assert made["golden"]["text"], "the engine answered as the adapter"
+    stack.cli_json("model", "publish", "other", "--version", "v1-o", "--base", "b/1@sim-1", "--no-golden")
     assert made["base"] == {"model": "b/1", "version": "sim-1"}
     for name in ("tuned", "other"):
         wait_until(partial(is_served, stack, name), f"{name} is served")
@@ -244,6 +245,8 @@ def test_adapters_are_models_that_the_bases_workers_serve(stack: Stack) -> None:
     assert refused.returncode == 1 and "is an adapter: the workers of b/1 serve it" in refused.stderr
     refused = stack.cli("model", "remove", "b/1")
     assert refused.returncode == 1 and "adapters of b/1; remove them first" in refused.stderr
+    refused = stack.cli("model", "unpublish", "b/1", "--version", "sim-1")
+    assert refused.returncode == 1 and "adapters of b/1 sim-1; remove them first" in refused.stderr
     for name in ("tuned", "other"):
         stack.cli_json("model", "remove", name)
     wait_until(lambda: ask(stack, "tuned").status_code == 404, "it is gone")
@@ -253,10 +256,16 @@ def test_adapters_are_models_that_the_bases_workers_serve(stack: Stack) -> None:
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
-        (["model", "add-adapter", "x", "--base", "nobody"], "there is no model nobody"),
-        (["model", "add-adapter", "x", "--base", "a@9"], "there is no version 9"),
-        (["model", "add-adapter", "a", "--base", "a"], "a name of its own"),
-        (["model", "add-adapter", "", "--base", "a"], "the name is empty"),
+        (["model", "publish", "x", "--version", "1", "--base", "nobody"], "there is no model nobody"),
+        (["model", "publish", "x", "--version", "1", "--base", "a@9"], "there is no version 9"),
+        (["model", "publish", "a", "--version", "1", "--base", "a"], "a name of its own"),
+        (["model", "publish", "", "--version", "1", "--base", "a"], "the name is empty"),
+        (
+            ["model", "publish", "x", "--version", "1", "--base", "a", "--engine-argument", "x=1"],
+            "no arguments of its own",
+        ),
+        (["model", "publish", "x", "--version", "1", "--base", "a", "--from", "/etc"], "no LoRA adapter"),
+        (["price", "set", "a@9", "--input", "1", "--output", "1"], "there is no version 9"),
         (["alias", "set", "a", "--model", "b/1"], "a is a model"),
         (["alias", "set", "x", "--model", "nobody"], "there is no model nobody"),
         (["alias", "set", "x", "--model", "a", "--model", "a"], "listed twice"),

@@ -133,13 +133,14 @@ def digest(*prompts: list[int]) -> str:
 async def test_a_digest_tells_ids_order_and_bounds_apart(model: Path) -> None:
     made = [digest([1, 2, 3]), digest([1, 3, 2]), digest([1], [2, 3]), digest([1, 2], [3]), digest([2, 3], [1])]
     assert len(set(made)) == 5
-    for endpoint, fields, wanted in (
+    cases: list[tuple[Endpoint, dict[str, Any], str]] = [
         ("completions", {"prompt": ["Hello a", "user"]}, digest([2, 1], [3])),
         ("completions", {"prompt": [[2, 1], [3]]}, digest([2, 1], [3])),
         ("completions", {"prompt": [2, 1]}, digest([2, 1])),
         ("embeddings", {"input": "Hello a"}, digest([2, 1])),
         ("chat/completions", HELLO, digest([3, 0])),
-    ):
+    ]
+    for endpoint, fields, wanted in cases:
         assert await digest_of(model, endpoint, fields) == wanted, fields
 
 
