@@ -52,10 +52,10 @@ def _panel(top: float, name: str, lines: list[tuple[str, str, Line]], span_s: fl
     for part in (0, 0.5, 1):
         y = top + PANEL * (1 - part)
         yield f'<line class="grid" x1="{LEFT}" x2="{LEFT + ACROSS}" y1="{y}" y2="{y}"/>'
-        yield f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{most * part:.3g}</text>'
+        yield f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{_short(most * part)}</text>'
     for part in (0, 0.25, 0.5, 0.75, 1):
         x = LEFT + ACROSS * part
-        yield f'<text x="{x}" y="{top + PANEL + 18}" text-anchor="middle">{span_s * part:.4g} s</text>'
+        yield f'<text x="{x}" y="{top + PANEL + 18}" text-anchor="middle">{_short(span_s * part)} s</text>'
     yield f'<text x="{LEFT}" y="{top - 8}">{escape(name)}</text>'
     for number, (style, words, line) in enumerate(lines):
         points = []
@@ -73,6 +73,10 @@ def _panel(top: float, name: str, lines: list[tuple[str, str, Line]], span_s: fl
         x = LEFT + 260 + number * 170
         yield f'<line class="line {style}" x1="{x}" x2="{x + 24}" y1="{top - 12}" y2="{top - 12}"/>'
         yield f'<text x="{x + 30}" y="{top - 8}">{escape(words)}</text>'
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _sum(replicas: list[list[tuple[float, int, int]]]) -> Line:

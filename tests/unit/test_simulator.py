@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
 
 from simulator.machine import BLOCK, Job, Machine
+from simulator.picture import draw
 from simulator.report import Report, simulate
 from simulator.scenario import BadScenario, Scenario, Timing, load
 
@@ -168,3 +170,10 @@ def test_a_trace_is_replayed_with_what_its_prompts_share(tmp_path: Path) -> None
     report = simulate(scenario, tmp_path).total
     assert report.ended == {"completed": 10}
     assert report.hit_rate == pytest.approx(0.9 * 1024 / 1100, abs=0.01)
+
+
+def test_a_run_is_drawn_and_its_names_are_text_only() -> None:
+    report = run(requests=50, models=[model(demand={"rate": 5.0, **EXACT})])
+    picture = draw(report, "<script>")
+    assert ElementTree.fromstring(picture).tag.endswith("svg")  # noqa: S314 (our own)
+    assert "<script>" not in picture
