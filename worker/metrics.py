@@ -11,8 +11,8 @@ from contracts.messages.request import RequestEnvelope
 from contracts.workload import LABELS, scope
 from worker.engines.base import EngineStats
 
-GAPS_MAX = 1_024
-"""Pauses between chunks of one attempt that are kept until they are counted in one go: 4 KB."""
+GAPS_MAX = 256
+"""Pauses between chunks of one attempt that are kept until they are counted in one go: 1 KB."""
 
 _attempts = cache(
     Counter("headrace_worker_attempts", "Ended attempts whose event is this worker's.", (*LABELS, "outcome")).labels

@@ -21,10 +21,11 @@ from gateway.intake.auth import Identity
 def public(services: Services, inference: Inference, routers: Iterable[APIRouter]) -> Edge:
     """What callers reach; ``routers`` have what is beside inference and health."""
     app = _application(services)
-    app.router.routes += [Route(api.path, partial(inference, api), methods=["POST"]) for api in APIS.values()]
+    apis = {api.path: partial(inference, api) for api in APIS.values()}
+    app.router.routes += [Route(path, serve, methods=["POST"]) for path, serve in apis.items()]
     for router in (model_list.router, counting, health, pages.public, pages.documents, *routers):
         app.include_router(router)
-    return Edge(app, cors_origins=services.config.cors_origins, hsts=bool(services.config.tls_cert_file))
+    return Edge(app, apis, cors_origins=services.config.cors_origins, hsts=bool(services.config.tls_cert_file))
 
 
 def private(services: Services, routers: Iterable[APIRouter]) -> Edge:
@@ -32,7 +33,7 @@ def private(services: Services, routers: Iterable[APIRouter]) -> Edge:
     app = _application(services)
     for router in (health, pages.private, pages.documents, *routers):
         app.include_router(router)
-    return Edge(app, cors_origins=(), hsts=bool(services.config.tls_cert_file))
+    return Edge(app, {}, cors_origins=(), hsts=bool(services.config.tls_cert_file))
 
 
 def _application(services: Services) -> FastAPI:

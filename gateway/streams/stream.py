@@ -26,8 +26,8 @@ from gateway.apis.table import APIS
 KEEP_ALIVE_S = 10.0
 """Pause of a stream after which a comment goes out, so that at least every 15 s there are bytes."""
 
-GAPS_MAX = 1_024
-"""Pauses between chunks of one stream that are kept until they are counted in one go: 4 KB."""
+GAPS_MAX = 256
+"""Pauses between chunks of one stream that are kept until they are counted in one go: 1 KB."""
 
 MERGE_LAG_MS = 50
 """Of the event loop. A few steps of an engine: less is made up for in one turn, without a caller's seeing it."""
