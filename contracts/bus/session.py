@@ -7,6 +7,7 @@ consumers are built upon this by other modules.
 """
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -35,6 +36,9 @@ FLUSH_TIMEOUT_S = 2.0
 SUBJECT_BYTES_MAX = 2048
 """The server closes the connection when subject, reply and lengths pass 4096 bytes; inboxes stay under 1024."""
 ACK_TRIES, ACK_TIMEOUT_S = 3, 1.0
+ACK_GATHER_S = 0.005
+"""Acks of a consumer within so long are confirmed together; nothing of a request waits for them."""
+TOKENS_AT_ONCE = 256
 CONCURRENT_CALLS = 256
 
 
@@ -102,6 +106,10 @@ class Session:
         """Answers arrive on one token after it."""
         self._expected: dict[str, tuple[asyncio.Future[Incoming | None], asyncio.TimerHandle]] = {}
         """By that token."""
+        self._tokens: list[str] = []
+        """Not used yet, drawn many at a time: the system's random numbers cost a call each."""
+        self._acks: dict[str, list[tuple[str, asyncio.Future[bool]]]] = {}
+        """To be sent, by consumer."""
         self._denied: set[str] = set()
         """Subscriptions that the server refused, as it names them: in lower case."""
 
@@ -220,10 +228,16 @@ class Session:
         A responder must not be able to guess the next reply subject.
         """
         loop = asyncio.get_running_loop()
-        token = secrets.token_hex(8)
+        token = self._token()
         coming: asyncio.Future[Incoming | None] = loop.create_future()
         self._expected[token] = coming, loop.call_later(timeout_s, self._settle, token, None)
         return self._inbox + token, coming
+
+    def _token(self) -> str:
+        if not self._tokens:
+            drawn = secrets.token_hex(8 * TOKENS_AT_ONCE)
+            self._tokens = [drawn[start : start + 16] for start in range(0, len(drawn), 16)]
+        return self._tokens.pop()
 
     def _settle(self, token: str, answer: Incoming | None) -> None:
         if (expected := self._expected.pop(token, None)) is None:
@@ -251,10 +265,41 @@ class Session:
             raise TooLarge(f"{size} bytes with headers; the server takes {self.max_payload}")
 
     async def confirm_ack(self, reply: str) -> bool:
-        """Send an ack and wait for the server's word, a few times; False when it stays unconfirmed."""
-        if not reply.startswith("$JS.ACK."):
+        """Send an ack and wait for the server's word, a few times; False when it stays unconfirmed.
+
+        Acks of one consumer within ACK_GATHER_S share an answer: the server takes them in their order.
+        """
+        if (consumer := types.consumer_of(reply)) is None:
             raise BusError("only a message of a consumer can be acknowledged")
-        for _ in range(ACK_TRIES):
+        loop = asyncio.get_running_loop()
+        confirmed: asyncio.Future[bool] = loop.create_future()
+        group = self._acks.setdefault(consumer, [])
+        group.append((reply, confirmed))
+        if len(group) == 1:
+            loop.call_later(ACK_GATHER_S, self._send_acks, consumer)
+        return await confirmed
+
+    def _send_acks(self, consumer: str) -> None:
+        if group := self._acks.pop(consumer, None):
+            self.spawn(self._confirm(group))
+
+    async def _confirm(self, group: "list[tuple[str, asyncio.Future[bool]]]") -> None:
+        *others, (last, _) = group
+        try:
+            with contextlib.suppress(Unavailable):
+                for reply, _ in others:
+                    self.send(reply, b"")
+                await self.ask(last, b"", ACK_TIMEOUT_S)
+                _tell(group, confirmed=True)
+                return
+            words = await asyncio.gather(*(self._confirm_alone(reply) for reply, _ in group))
+            for each, word in zip(group, words, strict=True):
+                _tell([each], confirmed=word)
+        finally:
+            _tell(group, confirmed=False)
+
+    async def _confirm_alone(self, reply: str) -> bool:
+        for _ in range(ACK_TRIES - 1):
             try:
                 await self.ask(reply, b"", ACK_TIMEOUT_S)
                 return True
@@ -402,6 +447,8 @@ class Session:
     async def close(self) -> None:
         """End what reads, hand on what has arrived, send what is buffered, close; within a time limit."""
         await within(CLOSE_TIMEOUT_S, *(reader.close() for reader in tuple(self.readers)))
+        for consumer in tuple(self._acks):
+            self._send_acks(consumer)
         self._closing = True
         if self.connected:
             await within(CLOSE_TIMEOUT_S, *(each.drain() for each in self._subscriptions.values()))
@@ -409,3 +456,10 @@ class Session:
         await within(1.0, self._client.close())
         self._client.abort()
         await stop(*self._tasks)
+
+
+def _tell(group: "list[tuple[str, asyncio.Future[bool]]]", *, confirmed: bool) -> None:
+    """Those who wait for the word on their acks, and have not had it."""
+    for _, waiting in group:
+        if not waiting.done():
+            waiting.set_result(confirmed)

@@ -164,6 +164,12 @@ class Incoming:
         return await self._sender.confirm_ack(self.reply)
 
 
+def consumer_of(reply: str) -> str | None:
+    """What the ack subjects of one consumer have in common; None for what is none."""
+    tokens = _ack_tokens(reply)
+    return None if tokens is None else ".".join(tokens[:-5])
+
+
 def _ack_tokens(reply: str) -> list[str] | None:
     """Tokens of an ack subject up to ``pending``: ``$JS.ACK[.<domain>.<account>].<stream>.<consumer>.<deliveries>.
     <stream seq>.<consumer seq>.<time ns>.<pending>[.<random>]``.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from contracts import topology
-from contracts.bus import BatchConsumer, Bus, Incoming, NotFound, PullConsumer
+from contracts.bus import BatchConsumer, Bus, Incoming, NotFound, PullConsumer, Unavailable
 from contracts.bus.pull import PULL_EXPIRES_S, consumer_name
 from tests.support.nats_server import Connect, NatsServer
 from tests.support.polling import metric, until
@@ -385,3 +385,40 @@ async def test_batches_go_on_after_a_restart_and_end_with_the_connection(
     await until(lambda: 20 in begun)
     await closing.close()
     assert 20 in written
+
+
+async def held(bus: Bus, count: int) -> list[Incoming]:
+    """So many messages of WORK that wait for their acks."""
+    worker = Worker(count)
+    await publish(bus, *range(count))
+    await worker.start(bus, ack_wait_s=3600)
+    await until(lambda: len(worker.running) == count)
+    return worker.running
+
+
+@pytest.mark.parametrize("answered", [True, False])
+async def test_acks_that_go_together_are_confirmed_by_one_answer_or_each_by_its_own(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, answered: bool
+) -> None:
+    messages = await held(bus, 20)
+    ask, asked = bus.session.ask, list[str]()
+
+    async def counting(subject: str, data: bytes, timeout_s: float) -> Incoming:
+        asked.append(subject)
+        if not answered and len(asked) == 1:
+            raise Unavailable("the word on all of them is lost")
+        return await ask(subject, data, timeout_s)
+
+    monkeypatch.setattr(bus.session, "ask", counting)
+    assert await asyncio.gather(*(message.ack() for message in messages)) == [True] * 20
+    assert len(asked) == (1 if answered else 21)
+    monkeypatch.undo()
+    info = await bus.jetstream.api(f"CONSUMER.INFO.{topology.WORK}.w-1")
+    assert info["num_ack_pending"] == 0
+    assert (await bus.jetstream.api(f"STREAM.INFO.{topology.WORK}"))["state"]["messages"] == 0
+
+
+async def test_acks_of_a_consumer_that_is_gone_stay_unconfirmed(bus: Bus) -> None:
+    messages = await held(bus, 3)
+    await bus.jetstream.delete_consumer(topology.WORK, "w-1")
+    assert await asyncio.gather(*(message.ack() for message in messages)) == [False] * 3
