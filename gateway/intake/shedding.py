@@ -14,8 +14,8 @@ from gateway.intake.turnstile import Turnstile
 WAITED_S_MAX, WAITING_MAX = 1.0, 1024
 """Of requests before the turnstile. Who wants a thousand answers at once gets them, and who asks for more all the time
 than the gateway can take is told so at once, not after a long wait."""
-WAITED_S_BUSY = 0.1
-CALM_S = 5.0
+WAITED_S_BUSY = 0.25
+CALM_S = 2.0
 """Within so long of a refusal the wait is bounded by WAITED_S_BUSY: what waits then is no burst, and to wait longer
 would let nobody more in."""
 RETRY_AFTER_S_MAX = 60

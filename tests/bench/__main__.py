@@ -8,6 +8,7 @@ import sys
 
 BENCHES: list[list[str]] = [
     ["tests.bench.bench_stream"],
+    ["tests.bench.bench_requests", "--runs", "2"],
     ["tests.bench.bench_metrics"],
     ["tests.bench.bench_scheduler"],
     ["tests.bench.bench_rollout", "5", "50"],
