@@ -20,6 +20,7 @@ from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.attempts import AttemptEvent, DeadLetter, Quarantined
 from contracts.messages.control import (
     Announce,
+    CacheChange,
     CancelAnswer,
     CancelAttempt,
     CancelRequest,
@@ -178,6 +179,7 @@ CHANNELS = (
     Channel("control", subjects.control, _ORDERS, ["scheduler"], ["worker"], [ControlAnswer]),
     Channel("queues", subjects.queues, [QueueQuery], ["gateway", "operator"], ["scheduler"], [QueueAnswer]),
     Channel("workerHeartbeat", subjects.worker_heartbeat, [WorkerHeartbeat], ["worker"], ["scheduler"]),
+    Channel("workerCache", subjects.worker_cache, [CacheChange], ["worker"], ["scheduler"]),
     Channel("workerPulse", subjects.worker_pulse, [WorkerPulse], ["worker"], ["scheduler"]),
     Channel("loopbackHeartbeat", subjects.loopback_heartbeat, [LoopbackHeartbeat], ["scheduler"], ["scheduler"]),
     Channel("adminCall", subjects.admin_call, [AdminCall], ["gateway"], ["scheduler"], [AdminAnswer]),

@@ -224,6 +224,7 @@ def _worker_publishes(own: Own) -> Iterator[str]:
     yield "reply.v1.>"
     yield own(subjects.worker_heartbeat)
     yield own(subjects.worker_pulse)
+    yield own(subjects.worker_cache)
     yield from _pull(topology.WORK, "*", own(subjects.work))
     yield from _watch(topology.MODELS, topology.VERSIONS)
     for stream in (

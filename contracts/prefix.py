@@ -29,6 +29,8 @@ COVERED = (0, *(BLOCK_TOKENS * blocks for blocks in islice(filter(is_keyed, coun
 """Tokens of a prompt that its first n keys stand for."""
 BLOCKS = tuple((after - before) // BLOCK_TOKENS for before, after in pairwise(COVERED))
 """How many blocks each of the keys adds."""
+NUMBERS = {tokens // BLOCK_TOKENS: number for number, tokens in enumerate(COVERED) if number}
+"""Whole blocks of a prompt -> how many keys they have, where the last one has one."""
 _BLOCKS_MAX = COVERED[-1] // BLOCK_TOKENS
 TOKENS_KEYED = COVERED[-1] + 1
 """What comes after these of a prompt changes no key."""

@@ -284,6 +284,11 @@ def worker_heartbeats_of(model: str) -> str:
     return f"hb.v1.worker.{encode(model)}.>"
 
 
+def worker_cache(model: str, worker: str) -> str:
+    """What a worker tells of its engine's prefix cache; ``worker`` is its incarnation."""
+    return f"hb.v1.cache.{encode(model)}.{_process(worker)}"
+
+
 def worker_pulse(model: str, worker: str) -> str:
     """That a worker lives, and how late its event loop is."""
     return f"hb.v1.pulse.{encode(model)}.{_process(worker)}"

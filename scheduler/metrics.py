@@ -155,7 +155,12 @@ def _prefixes(cores: list[Core]) -> Iterator[Metric]:
         found = core.pool.placement.found
         for family, tokens in zip(families, (found.prompt, found.expected, found.cached), strict=True):
             family.add_metric([core.model], tokens)
-    yield from families
+    gaps = CounterMetricFamily(
+        "headrace_prefix_gaps", "Times that something of what workers tell of caches was missed.", labels=["model"]
+    )
+    for core in cores:
+        gaps.add_metric([core.model], core.pool.cache_gaps)
+    yield from (*families, gaps)
 
 
 def _rollouts(cores: list[Core]) -> Iterator[Metric]:

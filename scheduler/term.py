@@ -15,6 +15,7 @@ from contracts.messages.admission import AdmissionRequest
 from contracts.messages.base import Codec
 from contracts.messages.control import (
     SERVICE_FAULTS,
+    CacheChange,
     CancelRequest,
     LoopbackHeartbeat,
     StatusRequest,
@@ -42,6 +43,7 @@ _status: Codec[StatusRequest] = Codec(StatusRequest)
 _queue_query: Codec[QueueQuery] = Codec(QueueQuery)
 _worker_beat: Codec[WorkerHeartbeat] = Codec(WorkerHeartbeat)
 _pulse: Codec[WorkerPulse] = Codec(WorkerPulse)
+_cache_change: Codec[CacheChange] = Codec(CacheChange)
 _loopback_beat: Codec[LoopbackHeartbeat] = Codec(LoopbackHeartbeat)
 _stream_owner_beat: Codec[StreamOwnerHeartbeat] = Codec(StreamOwnerHeartbeat)
 _encode = msgspec.json.Encoder().encode
@@ -200,6 +202,9 @@ class Term:
         elif kind == "pulse" and model == subjects.encode(self.core.model):
             if (pulse := decoded(_pulse, message, "heartbeat_undecodable")) is not None:
                 self.feed(events.PulseSeen(pulse))
+        elif kind == "cache" and model == subjects.encode(self.core.model):
+            if (change := decoded(_cache_change, message, "heartbeat_undecodable")) is not None:
+                self.feed(events.CacheChanged(change))
         elif message.subject.startswith(subjects.STREAM_OWNER_HEARTBEATS):
             owner = message.subject.removeprefix(subjects.STREAM_OWNER_HEARTBEATS)
             if (sign := decoded(_stream_owner_beat, message, "heartbeat_undecodable")) is not None:

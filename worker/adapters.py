@@ -16,6 +16,7 @@ from contracts.bus import Bus, KvEntry
 from contracts.messages.records import Base, Manifest, ModelRecord
 from worker.config import WorkerConfig
 from worker.engines.base import Counts, Engine, EngineFailure, EngineStats, Give, Job
+from worker.engines.cached_blocks import CachedBlocks
 from worker.engines.supervisor import EngineSupervisor
 from worker.loading import Loader, prove
 
@@ -29,6 +30,7 @@ class AdapterEngine:
         self.slots = engine.slots
         self.kv_tokens = engine.kv_tokens
         self.context = engine.context
+        self.kept: CachedBlocks | None = None
         self._engine = engine
         self._name = name
         self._serving = serving

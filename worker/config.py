@@ -46,5 +46,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     """LoRA adapters that the engine holds beside its weights at a time; 0: it can load none."""
     vllm_adapter_rank: Count = 16
     """Highest rank of an adapter: memory is taken for it."""
+    vllm_kv_events: bool = False
+    """Whether the scheduler is told what the engine's cache keeps; else it goes by what it dispatched."""
     vllm_engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """JSON object of vLLM's own arguments, over ours; null takes one out."""

@@ -50,11 +50,13 @@ class Heartbeats:
         *,
         served: Callable[[], Manifest],
         loader: Loader,
+        cache_number: Callable[[], int],
     ) -> None:
         self._bus = bus
         self._vitals = vitals
         self._served = served
         self._loader = loader
+        self._cache_number = cache_number
         self._core = core
         self._supervisor = supervisor
         self._notified = asyncio.Event()
@@ -116,6 +118,7 @@ class Heartbeats:
             prefill_tokens_total=stats.prefill_tokens_total,
             decode_tokens_total=stats.decode_tokens_total,
             in_flight=core.progress(),
+            cache_number=self._cache_number(),
             sent_at_ms=now_ms(),
         )
         try:

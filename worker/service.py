@@ -23,12 +23,14 @@ from contracts.messages.request import WorkItem
 from contracts.service.vitals import Vitals
 from worker import attempt_store, metrics
 from worker.adapters import AdapterLoader, Adapters, no_engine
+from worker.cache_teller import CacheTeller
 from worker.config import WorkerConfig
 from worker.core import events
 from worker.core.attempts import Occupancy
 from worker.core.core import WorkerCore
 from worker.core.outcomes import TOKENIZER_MISMATCH
 from worker.engines.base import Engine, EngineEvent, EngineFailure, EngineRefused
+from worker.engines.cached_blocks import CachedBlocks
 from worker.engines.supervisor import SAMPLE_S, EngineSupervisor
 from worker.generations import Generations
 from worker.heartbeats import Heartbeats
@@ -111,7 +113,16 @@ class Worker:
         base = Base(model=manifest.name, version=manifest.version)
         self._adapters = Adapters(bus, base, self._serve_adapter) if host is None else None
         self._heartbeats = Heartbeats(
-            bus, self._vitals, self._core, self._supervisor, served=lambda: self._manifest, loader=self._loader
+            bus,
+            self._vitals,
+            self._core,
+            self._supervisor,
+            served=lambda: self._manifest,
+            loader=self._loader,
+            cache_number=lambda: self._teller.number if self._teller.told == self._core.worker else 0,
+        )
+        self._teller = CacheTeller(
+            bus, model=lambda: self._manifest.name, worker=lambda: self._core.worker, kept=self._kept
         )
         self._stopping = asyncio.Event()
         self._hurried = False
@@ -161,6 +172,7 @@ class Worker:
             self._tasks = tasks
             self._join()
             running = [self._heartbeats.run(), self._supervisor.run(), self._vitals.run(self._heartbeats.live)]
+            running.append(self._teller.run())
             if self._adapters is not None:
                 running.append(self._adapters.run())
             loops = [tasks.create_task(loop) for loop in running]
@@ -186,6 +198,11 @@ class Worker:
             credit=self._credit,
         )
         self._instance.spawn(self._announce(self._instance))
+
+    def _kept(self) -> CachedBlocks | None:
+        """What the engine's cache keeps. Adapters tell nothing: their blocks are not those of the base."""
+        engine = self._supervisor.engine if self._host is None else None
+        return engine.kept if engine is not None else None
 
     def _credit(self) -> int:
         """What may be pulled now: nothing while the event loop is late, for what runs would be later still."""
@@ -274,6 +291,8 @@ class Worker:
                 _respond(effect.asker, _answer.encode(effect.answer))
             case events.SendHeartbeat():
                 self._heartbeats.notify()
+            case events.TellCache():
+                self._teller.tell_anew()
             case events.RebuildEngine():
                 _log.error("engine_lost", reason=effect.reason, worker=self._core.worker)
                 metrics.count_engine_loss(self._manifest.name)

@@ -2,6 +2,8 @@
 
 from typing import Annotated, ClassVar, Literal, get_args
 
+import msgspec
+
 from contracts.messages.base import (
     MANY,
     SMALL,
@@ -10,6 +12,7 @@ from contracts.messages.base import (
     Message,
     Name,
     Outcome,
+    PrefixKeys,
     RequestId,
     Subject,
     Text,
@@ -137,6 +140,8 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True):
     """Prompt tokens computed since start, cached ones left out."""
     decode_tokens_total: int = 0
     in_flight: Annotated[list[Progress], MANY] = []
+    cache_number: Whole = 0
+    """Of its last CacheChange; 0: it tells of none."""
     sent_at_ms: int = 0
     """By the sender's wall clock: how it differs is measured, nothing is decided by it."""
 
@@ -154,6 +159,29 @@ class WorkerPulse(Message, frozen=True, kw_only=True):
     """How late its event loop is."""
     engine_idle_ms: int = 0
     """For how long its engine has made no step, though it has work."""
+
+
+class CacheRun(Message, frozen=True, kw_only=True):
+    """Keys of following blocks of one prompt (contracts.prefix); ``first``: how many keys come before them."""
+
+    first: Whole
+    keys: PrefixKeys
+
+
+class CacheChange(Message, frozen=True, kw_only=True):
+    """Worker -> schedulers, ``hb.v1.cache.<model>.<worker>``: what its engine keeps of prompts, and what no more.
+
+    A gap in the numbers means that something was missed: the owner announces itself again, and the worker begins anew.
+    """
+
+    worker: Name
+    number: Whole
+    """From 1, each one more than the last."""
+    anew: bool = False
+    """Nothing of what was told before holds."""
+    stored: Annotated[list[CacheRun], MANY] = []
+    removed: Annotated[bytes, msgspec.Meta(max_length=1 << 16)] = b""
+    """Keys, one after the other."""
 
 
 class StreamOwnerHeartbeat(Message, frozen=True, kw_only=True):
@@ -183,7 +211,7 @@ class LoopbackHeartbeat(Message, frozen=True, kw_only=True):
 
 
 class Announce(Message, frozen=True, kw_only=True, tag="announce"):
-    """Owner -> worker: this is the epoch from now on."""
+    """Owner -> worker: this is the epoch from now on. A worker that tells of its engine's cache does so anew."""
 
     epoch: Epoch
 

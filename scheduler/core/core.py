@@ -75,6 +75,7 @@ class Core(Lifecycle):
             events.StatusAsked: self._status_asked,
             events.WorkerSeen: self._worker_seen,
             events.PulseSeen: self._pulse_seen,
+            events.CacheChanged: self._cache_changed,
             events.StreamOwnerSeen: self._stream_owner_seen,
             events.LoopbackSeen: self._loopback_seen,
             events.TimePassed: self._time_passed,
@@ -403,6 +404,9 @@ class Core(Lifecycle):
         worker, in_flight = self.pool.seen(beat)
         if beat.epoch < self.epoch:
             self.do(events.SendControl(beat.worker, Announce(epoch=self.epoch)))
+        elif beat.cache_number != max(0, worker.cache_number):
+            self.pool.cache_missed(worker)
+            self._ask_cache(worker)
         for progress in in_flight:
             request = self.requests.get(progress.request_id)
             if request is None and self.tombstones.cancelled(progress.request_id):
@@ -420,6 +424,15 @@ class Core(Lifecycle):
         if beat.epoch >= self.epoch:
             self._drop_unstarted(worker)
         self.dispatch()
+
+    def _cache_changed(self, event: events.CacheChanged) -> None:
+        worker = self.pool.workers.get(event.change.worker)
+        if worker is not None and not self.pool.cache_changed(worker, event.change):
+            self._ask_cache(worker)
+
+    def _ask_cache(self, worker: Worker) -> None:
+        """Something that it told was missed; a heartbeat asks again where this is lost, too."""
+        self.do(events.SendControl(worker.beat.worker, Announce(epoch=self.epoch)))
 
     def _pulse_seen(self, event: events.PulseSeen) -> None:
         self.pool.pulsed(event.pulse, self.now_ms)

@@ -8,6 +8,7 @@ from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch
 from contracts.messages.control import (
+    CacheChange,
     CancelAnswer,
     CancelRequest,
     ControlAnswer,
@@ -138,6 +139,12 @@ class WorkerSeen(Event, frozen=True):
     """A heartbeat of a worker of this model."""
 
     beat: WorkerHeartbeat
+
+
+class CacheChanged(Event, frozen=True):
+    """What a worker of this model tells of its engine's cache."""
+
+    change: CacheChange
 
 
 class StreamOwnerSeen(Event, frozen=True):

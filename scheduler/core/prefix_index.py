@@ -111,19 +111,24 @@ class PrefixIndex:
                 most -= 1
         return found
 
-    def use(self, cache: Cache, keys: "array[int]", kv_tokens: int) -> int:
-        """The worker's cache, of ``kv_tokens``, holds these from now on; gives the number of this use, no other's."""
+    def use(self, cache: Cache, keys: "array[int]", kv_tokens: int, *, first: int = 0) -> int:
+        """The worker's cache, of ``kv_tokens``, holds these from now on; gives the number of this use, no other's.
+
+        ``first``: how many keys of the prompt come before them.
+        """
+        weights = BLOCKS[first : first + len(keys)]
+        keys = keys[: len(weights)]
         holders, bit, known = self._holders, cache.bit, cache.keys
         self._uses += 1
         value = TIME * self._uses
         held = cache.held_of(keys)
         numbers = keys.tolist()
-        for key, blocks in zip(numbers[held:], BLOCKS[held:], strict=False):
+        for key, blocks in zip(numbers[held:], weights[held:], strict=True):
             if key not in known:
                 others = holders.get(key)
                 holders[key] = bit if others is None else others | bit
                 cache.blocks += blocks
-        known.update(zip(numbers, [value + blocks for blocks in BLOCKS[: len(keys)]], strict=True))
+        known.update(zip(numbers, [value + blocks for blocks in weights], strict=True))
         cache.uses.append((self._uses, keys))
         cache.queued += len(keys)
         cache.blocks_max = min(kv_tokens // BLOCK_TOKENS, self._blocks_max // len(self.caches))

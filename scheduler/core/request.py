@@ -54,7 +54,7 @@ class Request:
         """Without a body; before REQUESTS stored it, with an empty reply."""
         self.state = State.NEW
         self.cost = reserved(envelope)
-        self.prefix = _keys(envelope)
+        self.prefix = numbers_of(envelope.prefix_keys)
         """Keys of its prompt's blocks, as numbers."""
         self.adopted = False
         """Whether the present attempt was dispatched by an earlier owner."""
@@ -146,7 +146,7 @@ class Request:
             cache_salt=envelope.cache_salt,
             prefix_keys=envelope.prefix_keys,
         )
-        self.prefix = _keys(self.envelope)
+        self.prefix = numbers_of(envelope.prefix_keys)
 
     @property
     def id(self) -> str:
@@ -185,6 +185,6 @@ class Request:
         return f"request {self.id} is {self.state} after [{'; '.join(self.history)}]"
 
 
-def _keys(envelope: RequestEnvelope) -> "array[int]":
-    keys = envelope.prefix_keys
+def numbers_of(keys: bytes) -> "array[int]":
+    """Keys of blocks as numbers, which are quicker to compare."""
     return array("Q", keys[: len(keys) // KEY_BYTES * KEY_BYTES])

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch
-from contracts.messages.control import Progress, WorkerHeartbeat, WorkerPulse
+from contracts.messages.control import CacheChange, Progress, WorkerHeartbeat, WorkerPulse
 from scheduler.core.accused import BodyKey, body_key
 from scheduler.core.placement import Placement, WorkerLoad
-from scheduler.core.request import Request
+from scheduler.core.request import Request, numbers_of
 from scheduler.core.settings import Settings
 
 EVICTED_MAX = 4096
@@ -49,6 +49,7 @@ class Worker:
         "adopted",
         "beat",
         "bodies",
+        "cache_number",
         "heard_at_beat",
         "in_flight",
         "kv_limit",
@@ -77,6 +78,8 @@ class Worker:
         """What may be reserved: slots, and tokens in its KV cache."""
         self.slots_reserved = 0
         self.kv_reserved = 0
+        self.cache_number = 0
+        """Of its last CacheChange that was taken in; -1: one was missed, and it is to tell anew."""
         self.bodies: dict[str, BodyKey] = {}
         """By request id: the bodies of ``work``."""
         self.suspects: set[str] = set()
@@ -124,6 +127,8 @@ class WorkerPool:
         self.beats = 0
         """Loopback heartbeats so far."""
         self.placement = Placement()
+        self.cache_gaps = 0
+        """How often something of what workers tell of their caches was missed; for metrics."""
         self._kv_overbooking = kv_overbooking
         self._avoided: frozenset[str] = frozenset()
         self._usable: dict[str, list[Worker]] = {}
@@ -164,6 +169,27 @@ class WorkerPool:
         if beat.state not in ("ready", "draining"):
             self.placement.index.clear(worker.load.cache)  # Its engine is a new one, or will be.
         return worker, beat.in_flight
+
+    def cache_changed(self, worker: Worker, change: CacheChange) -> bool:
+        """Take in what it tells of its cache; False when something before it was missed."""
+        index, cache = self.placement.index, worker.load.cache
+        if change.anew:
+            index.clear(cache)
+        elif change.number != worker.cache_number + 1:
+            self.cache_missed(worker)
+            return False
+        worker.cache_number = change.number
+        for run in change.stored:
+            index.use(cache, numbers_of(run.keys), worker.beat.kv_tokens, first=run.first)
+        index.drop(cache, numbers_of(change.removed))
+        return True
+
+    def cache_missed(self, worker: Worker) -> None:
+        """What it told is not whole: nothing of it is believed until it tells anew."""
+        if worker.cache_number >= 0:
+            self.cache_gaps += 1
+            self.placement.index.clear(worker.load.cache)
+        worker.cache_number = -1
 
     def pulsed(self, pulse: WorkerPulse, now_ms: int) -> None:
         """Take in a pulse; one of a process that has stood still for too long says nothing."""

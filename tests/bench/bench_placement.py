@@ -149,7 +149,11 @@ class Figures:
 def run(policy: str, scenario: str, seed: int) -> Figures:
     source = random.Random(f"{seed}")
     kv_tokens = 40_000 if scenario == "thrashing" else 160_000
-    fleet = Fleet(workers=WORKERS, slots=32, kv_tokens=kv_tokens, prefill_tps=4_000)
+    tell_s = {"events": 0.2, "events 2 s late": 2.0, "events lost": 0.2}.get(scenario)
+    lost_share = 0.2 if scenario == "events lost" else 0.0
+    fleet = Fleet(
+        workers=WORKERS, slots=32, kv_tokens=kv_tokens, prefill_tps=4_000, tell_s=tell_s, lost_share=lost_share
+    )
     placement = fleet.core.pool.placement
     if of_policy := POLICIES.get(policy):
         setattr(placement, "choose", of_policy(random.Random(seed)))  # noqa: B010
@@ -165,17 +169,20 @@ def run(policy: str, scenario: str, seed: int) -> Figures:
 
 
 SCENARIOS = ("conversations", "thrashing", "burst", "hot prefix", "engine restarts", "worker lost")
+EVENTS = ("events", "events 2 s late", "events lost")
+"""The first of them again, with workers that tell of their caches; only ours listens."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--scenario", choices=SCENARIOS)
+    parser.add_argument("--scenario", choices=[*SCENARIOS, *EVENTS])
     parser.add_argument("--policy", choices=[*POLICIES, "ours"])
     given = parser.parse_args()
-    for scenario in [given.scenario] if given.scenario else SCENARIOS:
+    for scenario in [given.scenario] if given.scenario else [*SCENARIOS, *EVENTS]:
         print(f"{scenario:20}  hit rate  expected  TTFT p50 s  p95 s  most/mean")
-        for policy in [given.policy] if given.policy else [*POLICIES, "ours"]:
+        policies = [*POLICIES, "ours"] if scenario in SCENARIOS else ["ours"]
+        for policy in [given.policy] if given.policy else policies:
             runs = [run(policy, scenario, seed) for seed in range(given.seeds)]
             hits, expected, median, p95, balance = (
                 statistics.mean(getattr(each, name) for each in runs)

@@ -429,6 +429,8 @@ def _worker_output(box: Box, effect: wev.Effect) -> Op:
             return "answer", effect.asker, encode(effect.answer)
         case wev.SendHeartbeat():
             return ("beat",)
+        case wev.TellCache():
+            return ("tell cache",)
         case wev.RebuildEngine():
             return ("rebuild",)
         case wev.Rejoin():

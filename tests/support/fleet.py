@@ -5,21 +5,24 @@ unless the one who drives it says so, and the same seed gives the same run.
 """
 
 import heapq
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, islice
+from typing import Any
 
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch, RequestDemand, fields_of
-from contracts.messages.control import Progress, WorkerHeartbeat
+from contracts.messages.control import Announce, CacheChange, Progress, WorkerHeartbeat
 from contracts.messages.records import ModelRecord, PoolLimits
 from contracts.messages.request import Reply, RequestEnvelope
 from contracts.prefix import cache_salt, keys_of
 from scheduler.core import events
 from scheduler.core.core import Core
 from scheduler.core.settings import Settings
-from worker.engines.simulated.batch import Batch, EventKind, prefix_blocks
+from worker.engines.cached_blocks import CachedBlocks
+from worker.engines.simulated.batch import BLOCK, Batch, EventKind, prefix_blocks
 from worker.engines.simulated.batch import Sequence as Generation
 
 EPOCH = Epoch(1, 1)
@@ -47,6 +50,23 @@ class Asked:
         return self.first_at - self.asked_at
 
 
+class TellingBatch(Batch):
+    """One that tells which of its blocks it keeps, and which no more."""
+
+    def __init__(self, tell: Callable[[list[int], list[int]], object], **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self._tell = tell
+
+    def _remember(self, sequence: Generation) -> None:
+        before = len(self._cache)
+        stored = [block for block in sequence.blocks if block not in self._cache]
+        first = list(islice(self._cache, len(stored)))
+        super()._remember(sequence)
+        removed = first[: before + len(stored) - len(self._cache)]
+        if stored or removed:
+            self._tell(stored, removed)
+
+
 class Engine:
     """A worker: its batch, and what it tells."""
 
@@ -54,6 +74,11 @@ class Engine:
         self.fleet, self.name, self.alive = fleet, name, True
         self.running: dict[str, Generation] = {}
         self.wake = 0.0
+        self.told = 0
+        self.number = 0
+        """Of its last CacheChange."""
+        self.text: dict[int, tuple[int | None, Sequence[int], int, str]] = {}
+        """What each block stands for, as CachedBlocks takes it."""
         self.restart()
         self.done = 0
         """Tokens computed: of prompts and of answers."""
@@ -61,11 +86,34 @@ class Engine:
     def restart(self) -> None:
         """The engine begins again with an empty cache, and with what ran; nobody is told."""
         fleet = self.fleet
-        self.batch = Batch(slots=fleet.slots, kv_tokens=fleet.kv_tokens, prefill_tps=fleet.prefill_tps)
+        sizes: dict[str, Any] = {"slots": fleet.slots, "kv_tokens": fleet.kv_tokens, "prefill_tps": fleet.prefill_tps}
+        self.kept = CachedBlocks()
+        self.batch = Batch(**sizes) if fleet.tell_s is None else TellingBatch(self.changed, **sizes)
         self.wake = 0.0
         running, self.running = self.running, {}
         for request_id in running:
             self.start(request_id, fleet.asked[request_id], cache_salt(fleet.core.requests[request_id].tenant))
+
+    def changed(self, stored: list[int], removed: list[int]) -> None:
+        """Tell of it after the fleet's ``tell_s``; what is lost on the way is asked for again."""
+        for block in stored:
+            self.kept.stored([block], *self.text[block])
+        self.kept.removed(removed)
+        for change in self.changes(anew=False):
+            if self.fleet.loses.random() >= self.fleet.lost_share:
+                self.fleet.at(self.fleet.now + (self.fleet.tell_s or 0), partial(self.fleet.told, change))
+
+    def changes(self, *, anew: bool) -> list[CacheChange]:
+        anew, tellings = self.kept.take(anew=anew)
+        parts: list[dict[str, Any]] = [{"anew": True}] if anew else []
+        parts += [{"stored": each.stored, "removed": each.removed} for each in tellings]
+        self.number += len(parts)
+        first = self.number - len(parts) + 1
+        return [CacheChange(worker=self.name, number=first + n, **part) for n, part in enumerate(parts)]
+
+    def tell_anew(self) -> None:
+        for change in self.changes(anew=True):
+            self.fleet.at(self.fleet.now + (self.fleet.tell_s or 0), partial(self.fleet.told, change))
 
     def start(self, request_id: str, asked: Asked, salt: str) -> None:
         if not self.alive:
@@ -74,10 +122,16 @@ class Engine:
             owner=request_id,
             index=0,
             prompt_tokens=len(asked.tokens),
-            blocks=prefix_blocks(salt, asked.tokens),
+            blocks=(blocks := prefix_blocks(salt, asked.tokens)),
             length=asked.output,
             itl_s=ITL_S,
         )
+        if self.fleet.tell_s is not None:
+            for number, block in enumerate(blocks):
+                if block not in self.text:
+                    parent = blocks[number - 1] if number else None
+                    tokens = asked.tokens[number * BLOCK : (number + 1) * BLOCK]
+                    self.text[block] = (parent, tokens, BLOCK, salt)
         self.running[request_id] = generation
         self.batch.add(generation, self.fleet.now)
         self.look()
@@ -141,6 +195,7 @@ class Engine:
             slots=self.fleet.slots,
             kv_tokens=self.fleet.kv_tokens,
             in_flight=in_flight,
+            cache_number=self.told,
         )
         self.fleet.at(self.fleet.now + HOP_S, lambda: self.fleet.feed(events.WorkerSeen(beat)))
 
@@ -152,8 +207,19 @@ class Engine:
 class Fleet:
     """``run`` until so many requests have ended. ``prefill_tps``: prompt tokens that a worker computes in a second."""
 
-    def __init__(self, *, workers: int, slots: int, kv_tokens: int, prefill_tps: float) -> None:
+    def __init__(
+        self,
+        *,
+        workers: int,
+        slots: int,
+        kv_tokens: int,
+        prefill_tps: float,
+        tell_s: float | None = None,
+        lost_share: float = 0.0,
+    ) -> None:
+        """``tell_s``: workers tell of their caches, so late; ``lost_share`` of what they tell is lost."""
         self.slots, self.kv_tokens, self.prefill_tps = slots, kv_tokens, prefill_tps
+        self.tell_s, self.lost_share, self.loses = tell_s, lost_share, random.Random(1)
         self.now = 1000.0
         self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._number = count(1)
@@ -216,6 +282,11 @@ class Fleet:
                 self.feed(events.TimePassed())
         return list(self.asked.values())
 
+    def told(self, change: CacheChange) -> None:
+        if (engine := self.engines.get(change.worker)) is not None:
+            engine.told = change.number  # As a heartbeat sent now would say.
+            self.feed(events.CacheChanged(change))
+
     def lose(self, name: str) -> None:
         """The worker dies; what it ran is tried elsewhere once its silence was noticed."""
         engine = self.engines.pop(name)
@@ -270,6 +341,8 @@ class Fleet:
                 if engine is not None:
                     start = partial(engine.start, effect.request_id, asked, cache_salt(request.tenant))
                     self.at(self.now + HOP_S, start)
+            case events.SendControl(worker, Announce()) if self.tell_s is not None and worker in self.engines:
+                self.at(self.now + HOP_S, self.engines[worker].tell_anew)
             case events.StoreTerminal(event):
                 self.at(self.now + HOP_S, partial(self.ended, event))
 

@@ -2,6 +2,7 @@
 
 import random
 from array import array
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from contracts import prefix
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch, fields_of
-from contracts.messages.control import WorkerHeartbeat
+from contracts.messages.control import CacheChange, WorkerHeartbeat
 from contracts.messages.records import ModelRecord, PoolLimits, TenantLimits, TenantRecord
 from contracts.messages.request import Reply, RequestEnvelope
 from contracts.prefix import BLOCK_TOKENS, COVERED, cache_salt, keys_of, unshared_salt
@@ -20,6 +21,8 @@ from scheduler.core.request import Request
 from scheduler.core.settings import Settings
 from scheduler.core.worker_pool import Worker, WorkerPool
 from tests.support.fleet import Fleet
+from worker.engines.cached_blocks import CachedBlocks
+from worker.engines.vllm.cache_events import take
 
 EPOCH = Epoch(1, 1)
 SYSTEM = list(range(2_000))
@@ -302,3 +305,93 @@ def test_an_end_that_is_lost_and_a_new_owner_leave_no_wrong_index() -> None:
     heir.beat("w0")
     heir.end(asked, "w0", 0)
     assert heir.serve(SYSTEM) == "w0" and heir.held("w0", SYSTEM) > 0
+
+
+class Told:
+    """The engine's events, and what the scheduler makes of what the worker tells of them."""
+
+    def __init__(self) -> None:
+        self.kept = CachedBlocks()
+        self.pool = Pool(workers=1)
+        self.worker = self.pool.pool.workers["w0"]
+        self.number = 0
+
+    def store(self, tokens: list[int], size: int = 16, salt: str = "t.", first: int = 0) -> list[bytes]:
+        """Names of the blocks from ``first`` on; those before it are known already."""
+        names = [str(tokens[: end + size]).encode() for end in range(0, len(tokens) // size * size, size)]
+        parent = names[first - 1] if first else None
+        self.kept.stored(names[first:], parent, tokens[first * size :], size, "" if first else salt)
+        return names
+
+    def tell(self, *, lose: bool = False, anew: bool = False) -> bool:
+        anew, tellings = self.kept.take(anew=anew)
+        changes = [CacheChange(worker="w0", number=0, stored=each.stored, removed=each.removed) for each in tellings]
+        taken = True
+        for change in [*([CacheChange(worker="w0", number=0, anew=True)] if anew else []), *changes]:
+            self.number += 1
+            if not lose:
+                taken &= self.pool.pool.cache_changed(self.worker, msgspec.structs.replace(change, number=self.number))
+        return taken
+
+    def held(self, tokens: list[int]) -> int:
+        return self.pool.held("w0", tokens)
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_blocks_of_an_engine_become_the_keys_of_the_gateway(size: int) -> None:
+    heir, long = Told(), random.Random(3).choices(range(50_000), k=12_800)
+    names = heir.store(long[:6_400], size)
+    heir.store(long, size, first=len(names))
+    assert heir.tell() and heir.held(long) == COVERED[len(keys(long[:12_800]))]
+    heir.kept.removed(names[len(names) // 2 :])
+    assert heir.tell() and 3_200 - 16 * 64 <= heir.held(long) <= 3_200
+
+
+def test_what_no_tenant_can_ask_for_or_whose_beginning_was_missed_is_not_told() -> None:
+    heir = Told()
+    heir.store(SYSTEM, salt=unshared_salt("r"))
+    heir.store(SYSTEM, salt="")
+    heir.store(SYSTEM, first=4)
+    assert heir.tell() and not len(heir.pool.pool.placement.index)
+
+
+def test_a_gap_leads_to_all_anew_and_nothing_is_believed_meanwhile() -> None:
+    heir = Told()
+    heir.store(SYSTEM)
+    assert heir.tell() and heir.held(SYSTEM) > 1_500
+    heir.store([1] * 2_000)
+    heir.tell(lose=True)
+    heir.store([2] * 2_000)
+    assert not heir.tell() and heir.held(SYSTEM) == 0 and heir.pool.pool.cache_gaps == 1
+    heir.store([3] * 2_000)
+    assert not heir.tell(), "until it tells anew"
+    assert heir.tell(anew=True)
+    assert all(heir.held(text) > 1_500 for text in (SYSTEM, [1] * 2_000, [2] * 2_000, [3] * 2_000))
+
+
+def test_a_cleared_cache_is_cleared_here_too() -> None:
+    heir = Told()
+    heir.store(SYSTEM)
+    heir.tell()
+    heir.kept.cleared()
+    heir.store([1] * 2_000)
+    assert heir.tell() and heir.held(SYSTEM) == 0 and heir.held([1] * 2_000) > 1_500
+
+
+def test_events_of_vllm_are_read_as_it_sends_them() -> None:
+    heir = Told()
+    stored: dict[str, Any] = {
+        "type": "BlockStored",
+        "parent_block_hash": None,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    }
+    stored |= {"lora_name": None, "block_hashes": [b"a", b"b"], "token_ids": SYSTEM[:128], "block_size": 64}
+    other = stored | {"block_hashes": [b"c", b"d"], "extra_keys": [("t.",), None], "medium": "CPU"}
+    take(heir.kept, [0.0, [stored | {"extra_keys": [("t.",), None]}, other], 0])
+    assert heir.tell() and heir.held(SYSTEM[:129]) == 128
+    take(heir.kept, [0.0, [{"type": "BlockRemoved", "block_hashes": [b"b"], "medium": "GPU"}]])
+    assert heir.tell() and heir.held(SYSTEM[:129]) == 64
+    take(heir.kept, [0.0, [{"type": "AllBlocksCleared"}]])
+    assert heir.tell() and heir.held(SYSTEM[:129]) == 0

@@ -49,6 +49,7 @@ def test_all_figures_of_a_model() -> None:
         ("headrace_kv_tokens", "m"): first.kv_tokens,
         ("headrace_kv_tokens_used", "m"): 0,
         ("headrace_prefix_blocks", "m"): 0,
+        ("headrace_prefix_gaps_total", "m"): 0,
         ("headrace_prefix_prompt_tokens_total", "m"): 0,
         ("headrace_prefix_expected_tokens_total", "m"): 0,
         ("headrace_prefix_cached_tokens_total", "m"): 0,

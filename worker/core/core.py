@@ -265,7 +265,7 @@ class WorkerCore:
         match request:
             case Announce():
                 self._answer(event.asker, "ok")
-                self._effects.append(events.SendHeartbeat())
+                self._effects += [events.TellCache(), events.SendHeartbeat()]
             case CancelAttempt():
                 self._cancel((request.request_id, request.attempt), event.asker, request.reason)
             case Evict():

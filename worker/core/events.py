@@ -138,6 +138,10 @@ class AnswerControl(Effect, frozen=True, kw_only=True):
     answer: ControlAnswer
 
 
+class TellCache(Effect, frozen=True, kw_only=True):
+    """Tell anew what the engine's cache keeps: there is a new owner, or this one has missed something."""
+
+
 class SendHeartbeat(Effect, frozen=True, kw_only=True):
     """Send one at once: something changed that the scheduler waits for."""
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from contracts.messages.base import Endpoint
+from worker.engines.cached_blocks import CachedBlocks
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,6 +166,8 @@ class Engine(Protocol):
     """KV-cache capacity in tokens; known after ``start``."""
     context: int
     """Longest sequence in tokens; known after ``start``."""
+    kept: CachedBlocks | None
+    """What its cache keeps of prompts; None where that is not known."""
 
     async def start(self) -> None:
         """Load and warm up; returns when the first request would be served. Raises EngineFailure."""

@@ -20,6 +20,7 @@ from contracts.messages.records import Manifest
 from contracts.simulated import SimulatedVersion
 from worker.config import WorkerConfig
 from worker.engines.base import Counts, EngineFailure, EngineStats, Give, Job, check_prompt
+from worker.engines.cached_blocks import CachedBlocks
 from worker.engines.simulated.answer import ChunkWriter, ParsedJob, parse_job
 from worker.engines.simulated.batch import STEP_S, Action, Batch, EventKind, Sequence, Trigger
 
@@ -40,6 +41,7 @@ class SimulatedEngine:
         self.slots = config.sim_slots
         self.kv_tokens = config.sim_kv_tokens
         self.context = config.sim_context
+        self.kept: CachedBlocks | None = None
         self._model = manifest.name
         self._adapters: set[str] = set()
         self._version = msgspec.convert(manifest.engine_arguments, SimulatedVersion)

@@ -30,8 +30,8 @@ def task_of(manifest: Manifest) -> str:
     return "embed" if "embeddings" in manifest.endpoints else "generate"
 
 
-def engine_arguments(config: WorkerConfig, manifest: Manifest) -> list[str]:
-    """vLLM's command line."""
+def engine_arguments(config: WorkerConfig, manifest: Manifest, more: dict[str, Any] | None = None) -> list[str]:
+    """vLLM's command line. ``more``: arguments of one start."""
     arguments: dict[str, Any] = {
         "model": manifest.path,
         "served_model_name": manifest.name,
@@ -66,7 +66,7 @@ def engine_arguments(config: WorkerConfig, manifest: Manifest) -> list[str]:
     else:
         arguments["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization
     line = []
-    for name, value in (arguments | manifest.engine_arguments | config.vllm_engine_args).items():
+    for name, value in (arguments | manifest.engine_arguments | config.vllm_engine_args | (more or {})).items():
         flag = name.replace("_", "-")
         if value is True:
             line.append(f"--{flag}")

@@ -10,7 +10,7 @@ import contextvars
 import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
@@ -18,8 +18,10 @@ from contracts.messages.base import Endpoint
 from contracts.messages.records import Manifest
 from worker.config import WorkerConfig
 from worker.engines.base import Counts, EngineFailure, EngineStats, Give, Job
+from worker.engines.cached_blocks import CachedBlocks
 from worker.engines.vllm.arguments import ENVIRONMENT, engine_arguments, task_of
 from worker.engines.vllm.asgi import AsgiCall, UnknownForm
+from worker.engines.vllm.cache_events import CacheEvents
 from worker.engines.vllm.probing import fingerprint_of
 from worker.engines.vllm.translation import (
     checked_answer,
@@ -39,10 +41,10 @@ T = TypeVar("T")
 _log = structlog.get_logger()
 
 
-def _start_vllm(config: WorkerConfig, manifest: Manifest) -> "Parts":
+def _start_vllm(config: WorkerConfig, manifest: Manifest, more: dict[str, Any]) -> "Parts":
     from worker.engines.vllm.parts import start_vllm
 
-    return start_vllm(engine_arguments(config, manifest), task_of(manifest))
+    return start_vllm(engine_arguments(config, manifest, more), task_of(manifest))
 
 
 class VllmEngine:
@@ -53,7 +55,7 @@ class VllmEngine:
         config: WorkerConfig,
         manifest: Manifest,
         *,
-        start_vllm: Callable[[WorkerConfig, Manifest], "Parts"] = _start_vllm,
+        start_vllm: Callable[[WorkerConfig, Manifest, dict[str, Any]], "Parts"] = _start_vllm,
     ) -> None:
         self.slots = config.vllm_slots
         self.kv_tokens = 0
@@ -62,6 +64,8 @@ class VllmEngine:
         self._manifest = manifest
         self._start_vllm = start_vllm
         self._parts: Parts | None = None
+        self._cache_events: CacheEvents | None = None
+        self.kept: CachedBlocks | None = None
         self._open: set[AsgiCall] = set()
         self._found_dead = False
         """``check`` found the engine dead or silent."""
@@ -71,7 +75,8 @@ class VllmEngine:
             os.environ.setdefault(name, value)
         self._found_dead = False
         try:
-            self._parts = parts = await _in_thread(lambda: self._start_vllm(self._config, self._manifest))
+            more = self._follow_cache()
+            self._parts = parts = await _in_thread(lambda: self._start_vllm(self._config, self._manifest, more))
             await parts.open_application()
             await self._warm_up()
         except Exception as error:
@@ -91,6 +96,18 @@ class VllmEngine:
         if parts is not None:
             await parts.close_application()
             await _in_thread(parts.shut_down)
+        followed, self._cache_events, self.kept = self._cache_events, None, None
+        if followed is not None:
+            await _in_thread(followed.close)
+
+    def _follow_cache(self) -> dict[str, Any]:
+        """Begin to read the events of the cache of the engine that is to be started; vLLM's arguments for that."""
+        if not self._config.vllm_kv_events:
+            return {}
+        self._cache_events = followed = CacheEvents()
+        followed.start()
+        self.kept = followed.kept
+        return {"kv_events_config": followed.configuration}
 
     async def fingerprint(self) -> str:
         if self._parts is None:
