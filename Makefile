@@ -20,7 +20,7 @@ STAMP := .venv/.installed
 LOCKS := compose/deploy/locks
 CODE := contracts gateway scheduler worker ledger compose
 
-.PHONY: help .venv run test test-all pictures lint format audit sbom chaos explore bench clean
+.PHONY: help .venv run test test-all pictures lint format audit sbom chaos explore bench official clean
 
 help: ## show this list
 	@grep -hE '^[.a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([.a-z]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -86,6 +86,9 @@ explore: .venv ## search the protocol's states for broken rules, as long as one 
 
 bench: .venv ## measure: streams, scheduler, overload, ledger (tests/bench)
 	@$(BIN)/python -m tests.bench $(ARGS)
+
+official: .venv ## official clients and load generators against the stack that runs (ARGS="--data-dir DIR ai-sdk guidellm")
+	@$(BIN)/python -m tests.official $(ARGS)
 
 clean: ## remove what was built here, .venv too; models stay in the cache
 	rm -rf .venv .tools build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
