@@ -66,8 +66,8 @@ class Inside:
         return math.nan
 
 
-async def load(stack: Stack, seconds: float, rate: float) -> dict[str, list[float]]:
-    """An open loop; seconds by what was timed."""
+async def load(stack: Stack, seconds: float, rate: float, slower: float) -> dict[str, list[float]]:
+    """An open loop; seconds by what was timed. Times are drawn around 0.3 s and 40 ms, ``slower`` times as long."""
     model = stack.model
     dice = random.Random(7)
     seen: dict[str, list[float]] = {name: [] for name in NAMES}
@@ -99,7 +99,9 @@ async def load(stack: Stack, seconds: float, rate: float) -> dict[str, list[floa
     until = due + seconds
     while due < until:
         await asyncio.sleep(max(0.0, due - time.monotonic()))
-        ttft_ms, itl_ms = round(300 * dice.lognormvariate(0, 0.4)), round(40 * dice.lognormvariate(0, 0.3))
+        ttft_ms, itl_ms = (
+            round(slower * mean * dice.lognormvariate(0, sigma)) for mean, sigma in ((300, 0.4), (40, 0.3))
+        )
         asked.append(asyncio.create_task(ask(len(asked), ttft_ms, itl_ms, dice.randint(5, 30))))
         due += dice.expovariate(rate)
     await asyncio.gather(*asked)
@@ -115,13 +117,13 @@ def compared(seen: Sequence[float], inside: Inside) -> dict[str, tuple[float, fl
     return figures
 
 
-def agreement(seconds: float, rate: float) -> dict[str, dict[str, tuple[float, float]]]:
+def agreement(seconds: float, rate: float, slower: float = 1.0) -> dict[str, dict[str, tuple[float, float]]]:
     """By what was timed."""
     options = ("--engine", "simulated", "--gateways", "2", "--workers", "2", "--sim-slots", "64")
     with tempfile.TemporaryDirectory() as directory:
         stack = Stack(Path(directory) / "data", *options).wait_ready()
         try:
-            seen = asyncio.run(load(stack, seconds, rate))
+            seen = asyncio.run(load(stack, seconds, rate, slower))
             pages = [httpx.get(url, trust_env=False, timeout=30).text for url in stack.run.metrics_urls["gateway"]]
         finally:
             stack.stop()
