@@ -18,7 +18,7 @@ from contracts.bus import Bus, BusError, Incoming, Unconfirmed, WrongSequence
 from contracts.errors import HeadraceError
 from contracts.messages.attempts import AttemptEvent, Quarantined
 from contracts.messages.base import NOTHING, Codec
-from contracts.messages.control import CancelAttempt, ControlAnswer, ControlRequest
+from contracts.messages.control import CancelAttempt, ControlAnswer, ControlRequest, Evict
 from contracts.messages.frames import ReplyMessage
 from contracts.messages.records import Spending
 from contracts.messages.request import RequestEnvelope, WorkItem
@@ -123,6 +123,8 @@ class Effects:
             case events.ReadEnd(request_id, attempt):
                 self.spawn(self._read_end(request_id, attempt))
             case events.SendControl(worker, order):
+                if isinstance(order, Evict) and order.reason:
+                    log.warning("worker_lost", model=self._core.model, worker=worker, reason=order.reason)
                 self.spawn(self._send_control(worker, order))
             case events.RiseAbove(epoch):
                 self.spawn(self._lease.rise_above(epoch))

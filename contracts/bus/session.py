@@ -428,7 +428,7 @@ class Session:
         self._client.drop_unsent()
         self._give_up_answers()
         if not self._closing:
-            log.warning("bus_disconnected", error=repr(self._client.last_error))
+            log.warning("bus_disconnected", error=repr(self._client.last_error or "the connection ended"))
 
     async def _on_reconnected(self) -> None:
         self.reconnects += 1

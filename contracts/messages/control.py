@@ -229,6 +229,8 @@ class Evict(Message, frozen=True, kw_only=True, tag="evict"):
     """Owner -> worker: you were declared lost; abort everything and rejoin under a new name."""
 
     epoch: Epoch
+    reason: Text = ""
+    """Why, when it is declared; empty when it is only said again."""
 
 
 class SwitchVersion(Message, frozen=True, kw_only=True, tag="switch_version"):

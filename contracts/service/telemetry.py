@@ -51,8 +51,9 @@ def configure_logging(config: ServiceConfig, service: str) -> None:
     """Every log record of this process, ours and the libraries', to standard error as JSON or pretty lines."""
 
     def name_service(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-        event["service"] = service
-        return event
+        """When, who and what come first, so that a line is read from its left."""
+        first = {name: event.pop(name) for name in ("timestamp", "level", "event")}
+        return {**first, "service": service, **event}
 
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,

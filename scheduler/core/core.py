@@ -479,9 +479,10 @@ class Core(Lifecycle):
 
     def _worker_lost(self, worker: Worker, why: str) -> None:
         self.pool.evict(worker)
-        self.do(events.SendControl(worker.beat.worker, Evict(epoch=self.epoch)))
-        if worker.work or worker.beat.state != "draining":
+        if missed := bool(worker.work) or worker.beat.state != "draining":
             self.lost_workers += 1
+        order = Evict(epoch=self.epoch, reason=why if missed else "")
+        self.do(events.SendControl(worker.beat.worker, order))
         held = [request for request in map(self.requests.__getitem__, worker.work) if request.state in WITH_WORKER]
         held.sort(key=lambda request: not request.was_in_flight)  # Of several copies one that surely ran.
         accused = put_down_to({it.id: Exposed(body_key(it.envelope), suspect=it.id in worker.suspects) for it in held})

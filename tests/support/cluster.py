@@ -199,7 +199,7 @@ class Service:
 
     def says(self, event: str) -> int:
         """How often the log has the event."""
-        return self.log.read_text(errors="replace").count(f'"{event}"')
+        return self.log.read_text(errors="replace").count(f'"event": "{event}"')
 
 
 class Gateway(Service):
