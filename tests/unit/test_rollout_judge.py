@@ -156,6 +156,16 @@ def test_the_first_requests_of_a_new_worker_may_be_late() -> None:
     assert bench.bad("first_token") == (2, 2)
 
 
+def test_where_stables_answers_end_by_the_limit_that_says_nothing_of_a_version() -> None:
+    """The new version's come first where the stable one has a queue: ten of them would stop it."""
+    bench = Bench()
+    for number in range(200):
+        bench.judge.ended(bench.event(f"b{number}", "stable", finish_reason="length"), 0)
+    for _ in range(20):
+        bench.end(finish_reason="length")
+    assert bench.bad("length") == (0, 0)
+
+
 def test_prompts_are_compared_with_those_of_their_size() -> None:
     bench = Bench()
     for number in range(40):

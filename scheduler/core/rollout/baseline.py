@@ -18,6 +18,11 @@ RENEWED_EVERY = 10
 
 QUANTILES: dict[Criterion, float] = {"first_token": 0.90, "pauses": 0.90, "length": 0.95}
 
+LIMITED = "limited"
+"""1 for an answer that was ended by its limit, else 0."""
+LIMITED_QUANTILE = 1 / 3
+"""Where two thirds of stable's answers are, no version can be 1.5 times as bad by that: then it says nothing."""
+
 SIZES = ((512, "short"), (4_096, "medium"), (32_768, "long"))
 """Uncached prompt tokens below which a request is of that class, by which first tokens are compared."""
 
@@ -37,6 +42,8 @@ def values(event: AttemptEvent) -> dict[str, float]:
         measured["pauses"] = event.pause_ms_max
     if event.completion_tokens and event.outcome == "completed":
         measured["length"] = event.completion_tokens / max(1, event.choices)
+    if event.outcome == "completed" and event.endpoint != "embeddings":
+        measured[LIMITED] = float(event.finish_reason == "length")
     return measured
 
 
@@ -49,7 +56,12 @@ def criterion_of(key: str) -> Criterion:
     """What a percentile's key measures."""
     if key == "pauses":
         return "pauses"
-    return "length" if key == "length" else "first_token"
+    return "length" if key in ("length", LIMITED) else "first_token"
+
+
+def quantile_of(key: str) -> float:
+    """Of stable's values, the one above which a value is bad."""
+    return LIMITED_QUANTILE if key == LIMITED else QUANTILES[criterion_of(key)]
 
 
 class Baseline:
@@ -68,7 +80,7 @@ class Baseline:
             since = self._since.get(key, RENEWED_EVERY) + 1
             if len(window) >= VALUES_MIN and since >= RENEWED_EVERY:
                 ranked = sorted(window)
-                self._thresholds[key] = ranked[math.ceil(QUANTILES[criterion_of(key)] * len(ranked)) - 1]
+                self._thresholds[key] = ranked[math.ceil(quantile_of(key) * len(ranked)) - 1]
                 since = 0
             self._since[key] = since
 

@@ -205,11 +205,9 @@ class Judge:
             warming_up = criterion == "first_token" and self._is_new(watched, worker)
             if limit is not None and value > limit and not warming_up:
                 self._bad(watched, criterion, worker)
-        if event.endpoint != "embeddings":
-            if event.finish_reason == "length" and self.baseline.threshold("length") is not None:
-                self._bad(watched, "length", worker)
-            if event.completion_tokens <= event.choices and event.finish_reason != "length":
-                self._bad(watched, "empty", worker)
+        nothing = event.completion_tokens <= event.choices and event.finish_reason != "length"
+        if nothing and event.endpoint != "embeddings":
+            self._bad(watched, "empty", worker)
         if watched.arm == "stable":
             self.baseline.add(measured)
 
