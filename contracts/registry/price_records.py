@@ -39,7 +39,7 @@ def check_day(text: str, now_ms: int, *, backdate: bool) -> str:
     if day <= datetime.fromtimestamp(now_ms / 1000, UTC).date() and not backdate:
         raise HeadraceError(
             "invalid_request",
-            f"{day} has begun, and what was used since would cost otherwise: say backdate if you mean it",
+            f"{day} has begun, and what was used since would cost otherwise: say backdate (--backdate) if so meant",
             param="valid_from",
         )
     return day.isoformat()

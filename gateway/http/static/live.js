@@ -3,7 +3,8 @@
 import { sparkline } from "./charts.js";
 import { ask, badge, call, draw, find, make, meter, missing, perSecond, percent, readEvents, reconcile, request, setMeter, setText, short, span, table, whole } from "./frame.js";
 
-const SECONDS = 120, AGAIN_MS = 2000, SILENT_MS = 5000, FEW = 8;
+const SECONDS = 120, AGAIN_MS = 2000, ROLLOUTS_MS = 5000, SILENT_MS = 5000, FEW = 8;
+const OVER = ["promoted", "aborted", "stopped"];
 const STATES = { ready: "good", held: "warn", starting: "warn", draining: "warn", engine_down: "bad", failed: "bad" };
 
 export async function open(view, { tell, fail }) {
@@ -11,6 +12,14 @@ export async function open(view, { tell, fail }) {
   const sums = summary(), models = make("div", { class: "models" });
   const past = [];
   let last = null, heard = 0;
+  const rollouts = new Map();  // Of models whose roll-out goes on.
+  const readRollouts = async () => {
+    try {
+      const open = (await call("/admin/v1/rollouts")).data.filter((each) => !OVER.includes(each.progress?.phase));
+      rollouts.clear();
+      for (const each of open) rollouts.set(each.plan.model, each);
+    } catch { /* what was read before is shown on: the live view says what is wrong */ }
+  };
   view.replaceChildren(sums.element, models);
 
   const take = (snapshot) => {
@@ -21,12 +30,14 @@ export async function open(view, { tell, fail }) {
     if (past.length > SECONDS) past.shift();
     sums.update(snapshot, past);
     find("notice").textContent = snapshot.bus === "connected" ? "" : "The gateway has no connection to the bus: what is shown is what it knows.";
-    reconcile(models, snapshot.models, (model) => model.model, (model) => modelCard(model), (element, model) => element.update(model));
+    reconcile(models, snapshot.models, (model) => model.model, (model) => modelCard(model), (element, model) => element.update(model, rollouts.get(model.model)));
     if (!snapshot.models.length) find("notice").textContent ||= "There is no model: headrace model add.";
     tell(snapshot.bus === "connected" ? "live" : "the bus is away", snapshot.bus === "connected" ? "good" : "bad");
     document.body.dataset.drawn = "live";
   };
 
+  readRollouts();
+  const reading = setInterval(readRollouts, ROLLOUTS_MS);
   const watch = setInterval(() => {
     if (last && performance.now() - heard > SILENT_MS) tell(`nothing heard for ${Math.round((performance.now() - heard) / 1000)} s`, "warn");
   }, 1000);
@@ -48,7 +59,7 @@ export async function open(view, { tell, fail }) {
       await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
     }
   })();
-  return () => { stop.abort(); clearInterval(watch); };
+  return () => { stop.abort(); clearInterval(watch); clearInterval(reading); };
 }
 
 // Sum over pools; null where nothing is known.
@@ -103,12 +114,12 @@ function modelCard(model) {
   const workers = workerList(model.model), requests = openRequests(model.model);
   body.append(poolTable, make("div", { class: "columns" }, workers.element, make("div", {}, queue, noQueue)), requests.element);
   const element = make("section", { class: "card model", "aria-label": model.model }, make("div", { class: "above" }, make("span", {}, title, " "), marks, owner), failed, body);
-  element.update = (now) => {
+  element.update = (now, rollout) => {
     setText(failed, now.error ? `${now.model}: ${now.error}.` : "");
     body.hidden = Boolean(now.error);
     setText(owner, now.owner ? `owner ${now.owner}` : "");
     const late = now.clocks.map((clock) => `${clock.process} ${(clock.ahead_ms / 1000).toFixed(1)} s`);
-    marks.replaceChildren(badge(`stable ${now.stable}`), ...(late.length ? [" ", badge("clocks differ", "warn", late.join(", "))] : []));
+    marks.replaceChildren(...(rollout ? [rolloutBadge(rollout), " "] : []), badge(`stable ${now.stable}`), ...(late.length ? [" ", badge("clocks differ", "warn", late.join(", "))] : []));
     if (now.error) return;
     reconcile(pools, now.pools, (pool) => pool.version, poolRow, (row, pool) => row.update(pool, now.stable));
     reconcile(tenants, now.tenants, (each) => each.tenant, tenantRow, (row, each) => row.update(each));
@@ -118,6 +129,11 @@ function modelCard(model) {
     requests.update((now.waiting || 0) + (now.running || 0));
   };
   return element;
+}
+
+function rolloutBadge({ plan, progress }) {
+  const share = progress ? `${progress.paused ? "paused, " : ""}${progress.phase} ${percent(progress.share)}` : "asked for";
+  return badge(`roll-out to ${plan.to}: ${share}`, progress?.paused ? "warn" : "good", progress?.reason || "");
 }
 
 const cell = (kind = "") => make("td", { class: kind });
