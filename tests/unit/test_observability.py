@@ -101,6 +101,6 @@ def test_prometheus_itself_runs_the_rules() -> None:
         pytest.skip("promtool is not installed (Debian: prometheus)")
     for arguments in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
         ran = subprocess.run(
-            [promtool, *arguments], cwd=FOLDER, capture_output=True, text=True, check=False, timeout=120
+            [promtool, *arguments], cwd=FOLDER, capture_output=True, text=True, check=False, timeout=280
         )
         assert ran.returncode == 0, ran.stdout + ran.stderr
