@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compose.cli.common import table
+from compose.cli.common import lengths_of, table
 from compose.stack.data_dir import ComposeError
 
 if TYPE_CHECKING:
     from compose.bench.measure import Seen, Span, Summary
-    from compose.bench.workload import Lengths, Planned
+    from compose.bench.workload import Planned
 
 
 def bench(
@@ -81,7 +81,7 @@ def bench(
         planned = plan(
             Load(
                 requests=requests,
-                lengths=_lengths(lengths),
+                lengths=lengths_of(lengths),
                 rate=rate,
                 burstiness=burstiness,
                 prefixes=prefixes,
@@ -114,19 +114,6 @@ def _level(text: str) -> "dict[Span, float]":
             raise ComposeError(f"--goodput: {part!r} is none of {', '.join(f'{each}:MS' for each in SPANS)}")
         level[span] = value
     return level
-
-
-def _lengths(text: str) -> "Lengths":
-    from simulator.traces import LENGTH_MAX, TRACES, fixed
-
-    if text in TRACES:
-        return TRACES[text]
-    prompt, _, output = text.partition(",")
-    if not (prompt.isdecimal() and output.isdecimal()):
-        raise ComposeError(f"--lengths: {text!r} is neither PROMPT,OUTPUT nor one of {', '.join(TRACES)}")
-    if not (0 < int(prompt) <= LENGTH_MAX and 0 < int(output) <= LENGTH_MAX):
-        raise ComposeError(f"--lengths must be from 1 to {LENGTH_MAX}")
-    return fixed(int(prompt), int(output))
 
 
 def _run(

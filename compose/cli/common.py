@@ -19,6 +19,7 @@ from compose.stack.data_dir import ComposeError, Target, find_target
 if TYPE_CHECKING:
     from contracts.administration import Administration
     from contracts.bus import Bus
+    from simulator.traces import Lengths
 
 T = TypeVar("T")
 
@@ -140,3 +141,17 @@ def numbers_or_none(**given: str | None) -> dict[str, int | None]:
             raise typer.BadParameter("a whole number from 0 up, or 'none'", param_hint=f"--{field.replace('_', '-')}")
         changes[field] = None if text == "none" else int(text)
     return changes
+
+
+def lengths_of(text: str) -> "Lengths":
+    """Of prompt and output: PROMPT,OUTPUT, or the name of a public trace. Raises ComposeError."""
+    from simulator.traces import LENGTH_MAX, TRACES, fixed
+
+    if text in TRACES:
+        return TRACES[text]
+    prompt, _, output = text.partition(",")
+    if not (prompt.isdecimal() and output.isdecimal()):
+        raise ComposeError(f"--lengths: {text!r} is neither PROMPT,OUTPUT nor one of {', '.join(TRACES)}")
+    if not (0 < int(prompt) <= LENGTH_MAX and 0 < int(output) <= LENGTH_MAX):
+        raise ComposeError(f"--lengths must be from 1 to {LENGTH_MAX}")
+    return fixed(int(prompt), int(output))

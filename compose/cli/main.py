@@ -13,6 +13,7 @@ from compose.cli import (
     audit,
     bench,
     cancel,
+    capacity,
     dead_letters,
     doctor,
     explain,
@@ -55,6 +56,7 @@ COMMANDS = (
     audit.audit,
     bench.bench,
     simulate.simulate,
+    capacity.capacity,
 )
 GROUPS = {
     "tenant": tenant.app,
