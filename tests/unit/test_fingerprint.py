@@ -22,6 +22,7 @@ from gateway.prompt.token_counter import TokenCounter
 from gateway.prompt.tokenizer import Tokenizer
 from tests.support import failure_table
 from tests.support.models import TOKENIZER
+from tests.support.polling import metric
 
 MANIFEST = Manifest(
     name="skewed",
@@ -173,4 +174,5 @@ async def test_a_counter_that_counts_otherwise_refuses_and_is_loud(
         assert (refused.value.code, refused.value.status) == ("unavailable", 503)
         monkeypatch.setattr(tokenizer, "Tokenizer", None)  # It is not read again for each request.
     assert row.figure(telemetry.page().decode()) == before + 2
+    assert metric("headrace_gateway_tokenizer_mismatches_total", model=published.name) >= 2
     assert capsys.readouterr().out.count(row.log) == 1
