@@ -160,7 +160,7 @@ class SimulatedBus:
         self.jetstream = Streams(world, refuse)
         self._trace = world.trace
 
-    async def publish(self, subject: str, data: bytes) -> None:
+    def send(self, subject: str, data: bytes) -> None:
         message = msgspec.json.decode(data, type=ReplyMessage)
         for frame in message.frames:
             self._trace.append(("frame", frame.stream, message.epoch.revision if message.epoch else 0, encode(frame)))
@@ -182,7 +182,7 @@ class Asker:
         self._as = kind, rid
         self._trace = trace
 
-    async def respond(self, data: bytes) -> None:
+    def respond(self, data: bytes) -> None:
         self._trace.append((*self._as, data))
 
 
