@@ -7,7 +7,6 @@ consumers are built upon this by other modules.
 """
 
 import asyncio
-import contextlib
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -36,8 +35,6 @@ FLUSH_TIMEOUT_S = 2.0
 SUBJECT_BYTES_MAX = 2048
 """The server closes the connection when subject, reply and lengths pass 4096 bytes; inboxes stay under 1024."""
 ACK_TRIES, ACK_TIMEOUT_S = 3, 1.0
-ACK_GATHER_S = 0.005
-"""Acks of a consumer within so long are confirmed together; nothing of a request waits for them."""
 TOKENS_AT_ONCE = 256
 CONCURRENT_CALLS = 256
 
@@ -110,6 +107,8 @@ class Session:
         """Not used yet, drawn many at a time: the system's random numbers cost a call each."""
         self._acks: dict[str, list[tuple[str, asyncio.Future[bool]]]] = {}
         """To be sent, by consumer."""
+        self._acking: set[str] = set()
+        """Consumers of which acks wait for the server's word."""
         self._denied: set[str] = set()
         """Subscriptions that the server refused, as it names them: in lower case."""
 
@@ -267,31 +266,43 @@ class Session:
     async def confirm_ack(self, reply: str) -> bool:
         """Send an ack and wait for the server's word, a few times; False when it stays unconfirmed.
 
-        Acks of one consumer within ACK_GATHER_S share an answer: the server takes them in their order.
+        Acks of one consumer that come while one waits for its word are sent together after it, and share theirs: the
+        server takes them in their order.
         """
         if (consumer := types.consumer_of(reply)) is None:
             raise BusError("only a message of a consumer can be acknowledged")
-        loop = asyncio.get_running_loop()
-        confirmed: asyncio.Future[bool] = loop.create_future()
-        group = self._acks.setdefault(consumer, [])
-        group.append((reply, confirmed))
-        if len(group) == 1:
-            loop.call_later(ACK_GATHER_S, self._send_acks, consumer)
+        confirmed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._acks.setdefault(consumer, []).append((reply, confirmed))
+        if consumer not in self._acking:
+            self._acking.add(consumer)
+            self.spawn(self._send_acks(consumer))
         return await confirmed
 
-    def _send_acks(self, consumer: str) -> None:
-        if group := self._acks.pop(consumer, None):
-            self.spawn(self._confirm(group))
+    async def _send_acks(self, consumer: str) -> None:
+        try:
+            while group := self._acks.pop(consumer, None):
+                if not await self._confirm_together(group):
+                    self.spawn(self._confirm_each(group))
+        finally:
+            self._acking.discard(consumer)
+            _tell(self._acks.pop(consumer, []), confirmed=False)
 
-    async def _confirm(self, group: "list[tuple[str, asyncio.Future[bool]]]") -> None:
+    async def _confirm_together(self, group: "list[tuple[str, asyncio.Future[bool]]]") -> bool:
         *others, (last, _) = group
         try:
-            with contextlib.suppress(Unavailable):
-                for reply, _ in others:
-                    self.send(reply, b"")
-                await self.ask(last, b"", ACK_TIMEOUT_S)
-                _tell(group, confirmed=True)
-                return
+            for reply, _ in others:
+                self.send(reply, b"")
+            await self.ask(last, b"", ACK_TIMEOUT_S)
+        except Unavailable:
+            return False
+        except BaseException:
+            _tell(group, confirmed=False)
+            raise
+        _tell(group, confirmed=True)
+        return True
+
+    async def _confirm_each(self, group: "list[tuple[str, asyncio.Future[bool]]]") -> None:
+        try:
             words = await asyncio.gather(*(self._confirm_alone(reply) for reply, _ in group))
             for each, word in zip(group, words, strict=True):
                 _tell([each], confirmed=word)
@@ -448,7 +459,7 @@ class Session:
         """End what reads, hand on what has arrived, send what is buffered, close; within a time limit."""
         await within(CLOSE_TIMEOUT_S, *(reader.close() for reader in tuple(self.readers)))
         for consumer in tuple(self._acks):
-            self._send_acks(consumer)
+            self.spawn(self._confirm_each(self._acks.pop(consumer)))
         self._closing = True
         if self.connected:
             await within(CLOSE_TIMEOUT_S, *(each.drain() for each in self._subscriptions.values()))
