@@ -42,7 +42,7 @@ def test_none_while_nobody_asks_and_the_first_request_waits_for_one(stack: Stack
     assert (pool(stack)["desired"], pool(stack)["reason"], pool(stack)["ready"]) == (0, "idle", 0)
     assert httpx.get(f"{stack.run.url}/health/ready").status_code == 200
     assert ask(stack, 5).status_code == 200
-    assert pool(stack)["ready"] == 1
+    wait_until(lambda: pool(stack)["ready"] == 1, "the owner has looked")
 
 
 def test_more_come_for_more_work_and_leave_after_it(stack: Stack) -> None:

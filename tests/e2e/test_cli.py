@@ -57,5 +57,15 @@ def _prices_are_listed_as_they_were_set(stack: Stack) -> None:
         ("interactive", TOMORROW, "USD", 150_000, 75_000, 600_000, 600_000),
     ]
     shown = headrace("price", "list", "--data-dir", str(stack.data_dir)).stdout.splitlines()
-    assert shown[0].split() == ["MODEL", "TIER", "FROM", "CURRENCY", "INPUT", "CACHED", "OUTPUT", "REASONING"]
-    assert ["cli", "batch", TOMORROW, "USD", "0.15", "0.075", "0.6", "0.6"] in [line.split() for line in shown]
+    assert shown[0].split() == [
+        "MODEL",
+        "VERSION",
+        "TIER",
+        "FROM",
+        "CURRENCY",
+        "INPUT",
+        "CACHED",
+        "OUTPUT",
+        "REASONING",
+    ]
+    assert ["cli", "-", "batch", TOMORROW, "USD", "0.15", "0.075", "0.6", "0.6"] in [line.split() for line in shown]

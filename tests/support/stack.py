@@ -79,6 +79,9 @@ class Stack:
                 self.stop()
                 pytest.fail(f"the stack did not start:\n{self.output.read_text()}\n{self.logs()}")
             time.sleep(0.02)
+        with self.client() as client:
+            self.model: str = client.get("/v1/models").json()["data"][0]["id"]
+            """The first model that it was started with: tests of one stack may add others."""
         return self
 
     @property
@@ -98,13 +101,6 @@ class Stack:
     def pids(self) -> list[int]:
         """Of all services."""
         return [pid for pids in self.run.pids.values() for pid in pids]
-
-    @property
-    def model(self) -> str:
-        """The first model."""
-        with self.client() as client:
-            name: str = client.get("/v1/models").json()["data"][0]["id"]
-            return name
 
     def client(self, key: str | None = None, **options: Any) -> httpx.Client:
         """HTTP client of the shared port, with the demo key unless another is given."""
