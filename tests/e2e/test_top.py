@@ -51,7 +51,7 @@ class Terminal:
 
 def test_it_is_drawn_and_resized_and_left_by_a_key(stack: Stack) -> None:
     command = [*HEADRACE, "top", "--data-dir", str(stack.data_dir)]
-    terminal = Terminal(*command, rows=30, columns=120)
+    terminal = Terminal(*command, rows=200, columns=120)
     before = termios.tcgetattr(terminal.slave)
     try:
         wait_until(lambda: "workers ready" in terminal.read() and "prompt/s" in terminal.text, "the screen")
