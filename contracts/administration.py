@@ -244,6 +244,7 @@ class Administration:
     async def change_worker(self, name: str, form: WorkerChange) -> HeldWorker:
         """Let a worker take nothing more, or take work again, for the life of its process."""
         async with self._recorded("workers.change", name, form) as record:
+            await registry.model(self._bus, form.model)
             beat, queue = await operations.find_worker(self._bus, form.model, name)
             await operations.hold(self._bus, name, Hold(epoch=queue.epoch, held=form.held))
             held = HeldWorker(worker=name, model=form.model, held=form.held)
@@ -253,6 +254,7 @@ class Administration:
     async def cancel_request(self, request_id: str, form: RequestCancel) -> CancelledRequest:
         """End a request wherever it is; nobody pays for it."""
         async with self._recorded("requests.cancel", request_id, form) as record:
+            await registry.model(self._bus, form.model)
             found = await operations.open_request(self._bus, form.model, request_id)
             outcome = await operations.cancel(self._bus, form.model, found)
             record.changed = registry.Changed({"tenant": found.tenant, "state": found.state}, {"outcome": outcome})

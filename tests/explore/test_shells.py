@@ -165,6 +165,9 @@ class SimulatedBus:
         for frame in message.frames:
             self._trace.append(("frame", frame.stream, message.epoch.revision if message.epoch else 0, encode(frame)))
 
+    async def publish(self, subject: str, data: bytes) -> None:
+        self.send(subject, data)
+
     async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         self._trace.append(("order", "-".join(subject.split(".")[-2:]), data))
         return ANSWER

@@ -114,7 +114,7 @@ class Asker:
         self._order = asker[2]
         self._trace = trace
 
-    async def respond(self, data: bytes) -> None:
+    def respond(self, data: bytes) -> None:
         if (key := cancelled_attempt(self._order)) is not None:
             self._trace.append(("tell", "controlled", *key, data))
 

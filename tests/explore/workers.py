@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from contracts.messages.frames import Frame, FramesAnswer
+from contracts.messages.frames import AcceptedData, Frame, FramesAnswer
 from tests.explore import schedulers
 from tests.explore.parts import CONTROLLED, ITEM, encode
 from tests.explore.records import TICK_MS, Action, Kept, Key, Message, Op, Run, Violation, Worker
@@ -69,7 +69,7 @@ def _perform(world: "World", slot: int, output: Op) -> None:
                 raise Violation("a worker starts an attempt once", f"{worker.name} {key}")
             runs = (*worker.runs, Run(key))
             world.set_worker(slot, runs=runs, started=worker.started | {key})
-            _frame(world, slot, key, "accepted")
+            _frame(world, slot, key, "accepted", encode(AcceptedData(version="v1")))
         case ("stop", key):
             runs = tuple([run._replace(stopping=True) if run.key == key else run for run in worker.runs])
             world.set_worker(slot, runs=runs)
