@@ -97,7 +97,10 @@ def events(client: httpx.Client, path: str, body: dict[str, Any]) -> str:
 
 
 def masked(text: str) -> str:
-    """Without what differs from request to request: ids, times, and what the prefix cache held."""
+    """Without what differs from request to request: ids, times, and what the prefix cache held. And without the state
+    of an item: one that was cut is ``incomplete`` here (test_cut_calls), as OpenAI has it, and complete for vLLM.
+    """
+    text = re.sub(r'"status":"\w+","type":"(message|function_call)"', r'"type":"\1"', text)
     text = re.sub(r'"(id|item_id|call_id)":"[^"]*"', r'"\1":"..."', text)
     return re.sub(r'"(created_at|cached_tokens|cache\w*_tokens|input_tokens|sequence_number)":\d+', r'"\1":0', text)
 
