@@ -253,7 +253,7 @@ async def test_another_tokenizer_is_refused_retryably(harness: Harness) -> None:
     event = await harness.event(await harness.send(tokenizer_fingerprint="theirs"))
     assert (event.outcome, event.retryable, event.completion_tokens) == ("failed", True, 0)
     assert "tokenizer" in event.error_message
-    assert metric("tokenizer_mismatches_total") > 0
+    await until(lambda: metric("tokenizer_mismatches_total") > 0)
     await until(lambda: not harness.beats[-1].in_flight)
     await harness.work_done(left=1)
 

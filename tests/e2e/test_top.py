@@ -11,7 +11,7 @@ import termios
 import time
 
 from tests.support.polling import wait_until
-from tests.support.stack import ENVIRONMENT, HEADRACE, Stack
+from tests.support.stack import ENVIRONMENT, HEADRACE, Stack, StartStack
 
 
 class Terminal:
@@ -49,9 +49,11 @@ class Terminal:
         os.close(self.master)
 
 
-def test_it_is_drawn_and_resized_and_left_by_a_key(stack: Stack) -> None:
+def test_it_is_drawn_and_resized_and_left_by_a_key(start_stack: StartStack) -> None:
+    """On a stack of its own: what neighbours add leaves no room."""
+    stack = start_stack()
     command = [*HEADRACE, "top", "--data-dir", str(stack.data_dir)]
-    terminal = Terminal(*command, rows=200, columns=120)
+    terminal = Terminal(*command, rows=30, columns=120)
     before = termios.tcgetattr(terminal.slave)
     try:
         wait_until(lambda: "workers ready" in terminal.read() and "prompt/s" in terminal.text, "the screen")

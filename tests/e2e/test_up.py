@@ -93,7 +93,7 @@ def test_a_chat_is_answered_and_its_usage_is_booked(stack: Stack) -> None:
 
 
 def test_internal_submit_prints_the_text(stack: Stack) -> None:
-    done = stack.cli("submit", "one two", "--max-tokens", "3")
+    done = stack.cli("submit", "one two", "--max-tokens", "3", "--model", stack.model)
     assert (done.returncode, done.stdout.split()) == (0, ["t0", "t1", "t2"]), done.stderr
 
 

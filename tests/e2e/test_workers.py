@@ -47,6 +47,12 @@ def workers(stack: Stack) -> dict[str, str]:
     return {each["name"]: each["model"] for each in stack.cli_json("worker", "list") if each["state"] == "ready"}
 
 
+def running(stack: Stack, model: str) -> list[str]:
+    """Processes whose workers say that they run something."""
+    [answer] = stack.cli_json("queue", "--model", model)
+    return [each["worker"].rpartition("-")[0] for each in answer["workers"] if each["running"]]
+
+
 def places(stack: Stack, model: str) -> list[str]:
     """Names of a model's workers as its owner sees them."""
     return sorted(versions(stack, model))
@@ -83,8 +89,7 @@ def test_a_worker_comes_and_goes_and_nothing_restarts(stack: Stack) -> None:
         with client.stream("POST", "/v1/chat/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
-            [answer] = stack.cli_json("queue", "--model", "b/1")
-            busy = next(each["worker"].rpartition("-")[0] for each in answer["workers"] if each["running"])
+            [busy] = wait_until(lambda: running(stack, "b/1"), "a heartbeat says so")
             left = stack.cli_json("worker", "remove", busy)
             assert [each["name"] for each in left] == [({old, added["name"]} - {busy}).pop()]
             assert [line for line in lines if line][-1] == "data: [DONE]"

@@ -32,6 +32,7 @@ def test_schemathesis_finds_nothing(start_stack: StartStack, tmp_path: Path, url
         "--generation-with-security-parameters",
         "false",
     ]
+    command += ["--exclude-path-regex", "^/health"]  # On a busy machine 503 may be the truth.
     command += ["--exclude-checks", "positive_data_acceptance", "--phases", "examples,coverage,fuzzing"]
     command += ["--max-time", str(LIMIT_S), "--max-examples", "20", "--request-timeout", "20", "--workers", "2"]
     command += ["--generation-database", "none", "--no-color", "--warnings", "off", "--seed", SEED]

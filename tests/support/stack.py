@@ -79,7 +79,7 @@ class Stack:
                 self.stop()
                 pytest.fail(f"the stack did not start:\n{self.output.read_text()}\n{self.logs()}")
             time.sleep(0.02)
-        with self.client() as client:
+        with self.client(verify=False) as client:
             self.model: str = client.get("/v1/models").json()["data"][0]["id"]
             """The first model that it was started with: tests of one stack may add others."""
         return self
