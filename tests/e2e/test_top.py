@@ -13,6 +13,11 @@ import time
 from tests.support.polling import wait_until
 from tests.support.stack import ENVIRONMENT, HEADRACE, Stack, StartStack
 
+_OF_TERMINAL = {name: value for name, value in ENVIRONMENT.items() if name not in ("COLUMNS", "LINES")} | {
+    "TERM": "xterm"
+}
+"""What runs the tests may have named a size: the terminal's own counts."""
+
 
 class Terminal:
     """A process in a terminal of its own, and all that it wrote."""
@@ -21,12 +26,7 @@ class Terminal:
         self.master, slave = pty.openpty()
         self.resize(rows, columns)
         self.process = subprocess.Popen(
-            command,
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env=ENVIRONMENT | {"TERM": "xterm"},
-            start_new_session=True,
+            command, stdin=slave, stdout=slave, stderr=slave, env=_OF_TERMINAL, start_new_session=True
         )
         self.slave = slave
         self.text = ""
