@@ -24,7 +24,7 @@ def pools(
 
     async def ask(bus: "Bus", _: Target) -> "list[Replicas]":
         names = [model] if model is not None else [record.name for record in await registry.models(bus)]
-        return [(await operations.queue(bus, registry.check_name("model name", name))).replicas for name in names]
+        return [(await operations.queue(bus, name)).replicas for name in names]
 
     answers = on_bus(data_dir, ask)
     rows = [

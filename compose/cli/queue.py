@@ -18,12 +18,11 @@ def queue(
     as_json: JsonOption = False,
 ) -> None:
     """Live queues of each model, by tenant."""
-    from compose.stack import records
-    from contracts import registry
+    from contracts import operations, registry
 
     async def ask(bus: "Bus", _: Target) -> "list[QueueAnswer]":
         names = [model] if model is not None else [record.name for record in await registry.models(bus)]
-        return [await records.queue(bus, registry.check_name("model name", name)) for name in names]
+        return [await operations.queue(bus, name) for name in names]
 
     answers = on_bus(data_dir, ask)
     show(answers, "\n".join(map(_text, answers)), as_json=as_json)

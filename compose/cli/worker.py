@@ -100,13 +100,14 @@ def ask(data_dir: Path | None, call: control.Call) -> control.Answer:
 
 async def _loading(bus: "Bus", workers: "Sequence[control.ShownWorker]") -> "dict[str, Loading]":
     """What each fetches, by its process's name, as its model's owner heard last; none where there is no owner."""
-    from compose.stack import records
+    from contracts import operations
     from contracts.bus import BusError
+    from contracts.errors import HeadraceError
 
     found = {}
     for model in {each.model for each in workers}:
-        with suppress(BusError):
-            for beat in (await records.queue(bus, model)).workers:
+        with suppress(BusError, HeadraceError):
+            for beat in (await operations.queue(bus, model)).workers:
                 if beat.loading is not None:
                     found[beat.worker.rpartition("-")[0]] = beat.loading
     return found

@@ -17,7 +17,6 @@ from contracts.audit import Actor
 from contracts.bus import Bus
 from contracts.messages.attempts import DeadLetter, Quarantined
 from contracts.messages.base import Codec, Message
-from contracts.messages.queues import QueueAnswer
 from contracts.messages.records import Price
 from contracts.messages.usage import (
     ExplainAnswer,
@@ -49,7 +48,6 @@ TIMEOUT_S = 40.0
 _PRICE = Codec[Price](Price)
 _LETTER = Codec[DeadLetter](DeadLetter)
 _QUARANTINED = Codec[Quarantined](Quarantined)
-_QUEUE_ANSWER = Codec[QueueAnswer](QueueAnswer)
 
 
 def operator() -> Actor:
@@ -59,11 +57,6 @@ def operator() -> Actor:
     except (KeyError, OSError):  # a container's user may have no name
         user = str(os.getuid())
     return Actor(name="operator", address=f"{user}@{platform.node()}", via="cli")
-
-
-async def queue(bus: Bus, model: str) -> QueueAnswer:
-    """Live queues of one model, from its scheduler."""
-    return _QUEUE_ANSWER.decode(await bus.request(subjects.queues(model), b"{}"))
 
 
 async def _ask(bus: Bus, question: str, query: Message, kind: type[A]) -> A:

@@ -41,11 +41,11 @@ from compose.stack.nats_system import Servers
 from compose.stack.ports import Ports
 from compose.stack.probes import http_reason, nats_reason
 from compose.stack.processes import Child, Probe, Spec, Supervisor
-from compose.stack.records import operator, queue
+from compose.stack.records import operator
 from compose.stack.seeds import SYSTEM, Seeds
 from compose.stack.terminal import Terminal, quiet_logs
 from compose.stack.workers import Workers
-from contracts import registry, topology
+from contracts import operations, registry, topology
 from contracts.administration import Administration
 from contracts.bus import Bus, BusError, Credentials
 from contracts.errors import HeadraceError
@@ -130,8 +130,8 @@ def _is_worker(child: Child) -> bool:
 async def _await_worker(bus: Bus, model: str) -> None:
     """Until the model's owner knows of a worker that is ready."""
     while True:
-        with suppress(BusError):
-            if any(worker.state == "ready" for worker in (await queue(bus, model)).workers):
+        with suppress(BusError, HeadraceError):
+            if any(worker.state == "ready" for worker in (await operations.queue(bus, model)).workers):
                 return
         await asyncio.sleep(LOOK_S)
 

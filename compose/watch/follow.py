@@ -14,9 +14,10 @@ import msgspec
 from compose.stack import records
 from compose.stack.data_dir import ComposeError
 from compose.watch.life import Life, Step
-from contracts import clock, subjects, topology
+from contracts import clock, operations, subjects, topology
 from contracts.bus import Bus, BusError, Incoming, Subscription
 from contracts.bus.jetstream import rfc3339_ns
+from contracts.errors import HeadraceError
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Codec
 from contracts.messages.control import StatusAnswer, StatusRequest, WorkerHeartbeat
@@ -74,8 +75,8 @@ class Follower:
             for step in life.finish(await self._times(), self._now_ms()):
                 yield step
         else:
-            with suppress(BusError):
-                for beat in (await records.queue(self._bus, life.model)).workers:
+            with suppress(BusError, HeadraceError):
+                for beat in (await operations.queue(self._bus, life.model)).workers:
                     for step in life.progressed(beat, self._now_ms()):
                         yield step
 

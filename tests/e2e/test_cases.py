@@ -13,8 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from compose.stack import records
-from contracts import topology
+from contracts import operations, topology
 from contracts.bus import Bus
 from contracts.messages.attempts import AttemptEvent
 from tests.support.own_failure import own_failure
@@ -65,7 +64,7 @@ async def arrived(stack: Stack, requests: list[asyncio.Task[Any]]) -> None:
     try:
         async with asyncio.timeout(20):
             while True:
-                queue = await records.queue(bus, "simulated")
+                queue = await operations.queue(bus, "simulated")
                 if queue.running + queue.waiting >= len([request for request in requests if not request.done()]):
                     return
                 await asyncio.sleep(0.02)
@@ -444,7 +443,7 @@ async def test_e08_many_prompts_in_one_body_run_beside_others(start_stack: Start
         large = asyncio.create_task(client.post("/v1/completions", json=many))
         await arrived(stack, [large])
         bus = await Bus.connect(stack.run.nats_url, name="test", credentials=stack.credentials)
-        assert (await records.queue(bus, "simulated")).reserved_tokens == 58_000
+        assert (await operations.queue(bus, "simulated")).reserved_tokens == 58_000
         await bus.close()
         for _ in range(3):
             assert (await client.post(CHAT, json=chat(max_tokens=1))).status_code == 200

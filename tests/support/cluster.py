@@ -21,13 +21,14 @@ import httpx
 import msgspec
 import pytest
 
-from compose.stack import nats_config, records
+from compose.stack import nats_config
 from compose.stack.data_dir import DataDir, read_peppers
 from compose.stack.manifest import make_manifest
 from compose.stack.processes import die_with
 from compose.stack.seeds import SYSTEM, Seeds
-from contracts import ids, registry, subjects, topology
+from contracts import ids, operations, registry, subjects, topology
 from contracts.bus import Bus, BusError, Credentials
+from contracts.errors import HeadraceError
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Codec
 from contracts.messages.queues import QueueAnswer
@@ -395,8 +396,8 @@ class Cluster:
         """The scheduler's own view; None when nobody owns the model."""
         async with self.bus() as bus:
             try:
-                return await records.queue(bus, MODEL)
-            except BusError:
+                return await operations.queue(bus, MODEL)
+            except (BusError, HeadraceError):
                 return None
 
     async def running(self) -> tuple[int, int]:
