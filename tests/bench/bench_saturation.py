@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--factors", nargs="+", type=float, default=[0.5, 1, 1.5, 2, 4])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--gateways", type=int, default=1)
-    parser.add_argument("--apart", action="store_true", help="the generator has a core of its own, the stack the others")
+    parser.add_argument("--apart", action="store_true", help="the generator on a core of its own")
     options = parser.parse_args()
     for kind in options.kinds:
         with tempfile.TemporaryDirectory() as directory:
