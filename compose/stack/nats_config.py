@@ -5,6 +5,7 @@ only the subjects of ``permissions.services_of_tenant`` lead to the services.
 """
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -137,6 +138,16 @@ def _tls(tls: Credentials) -> str:
     files = {"ca_file": tls.ca_file, "cert_file": tls.cert_file, "key_file": tls.key_file}
     lines = [f"  {name}: {json.dumps(path)}" for name, path in files.items()]
     return "\n".join(["tls {", *lines, "  verify: true", "}", ""])
+
+
+def processors() -> int:
+    """Cores that the server's goroutines may use: half of the host's, which has all else of the stack, too.
+
+    On two cores a goroutine that may wake a second thread for each message does so: with one the server uses half as
+    much when idle, and two thirds under load (tests/bench/README.md). The operator's own GOMAXPROCS counts first.
+    """
+    given = os.environ.get("GOMAXPROCS", "")
+    return int(given) if given.isdigit() and int(given) else max(1, len(os.sched_getaffinity(0)) // 2)
 
 
 def nats_server() -> str:

@@ -356,7 +356,9 @@ class Stack:
         configuration = self._directory.nats / "nats.conf"
         self._seeds.ensure([OPERATOR, SYSTEM, *self._users()])
         nats_config.write_server(configuration, listen, self._directory.nats / "store", self._seeds, self._credentials)
-        return self._add("nats", 0, [binary, "-c", str(configuration)], {}, lambda: nats_reason("127.0.0.1", port))
+        settings = {"GOMAXPROCS": str(nats_config.processors())}
+        command = [binary, "-c", str(configuration)]
+        return self._add("nats", 0, command, settings, lambda: nats_reason("127.0.0.1", port))
 
     def _add_gateway(self, index: int, port: int) -> None:
         listen = [f"{self._options.host}:{self._port}", f"127.0.0.1:{port}"]

@@ -5,6 +5,8 @@ import subprocess
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from compose.stack import nats_config
 from compose.stack.seeds import SYSTEM, Seeds
 from tests.support.polling import wait_until
@@ -47,3 +49,12 @@ def test_no_secret_stands_in_the_configuration(tmp_path: Path) -> None:
     for user in seeds.users():
         assert seeds.path(user).read_text().strip() not in written
         assert seeds.path(user).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(("given", "cores", "used"), [("", 1, 1), ("", 2, 1), ("", 16, 8), ("3", 16, 3), ("0", 16, 8)])
+def test_the_server_leaves_half_of_the_cores_to_the_stack(
+    given: str, cores: int, used: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOMAXPROCS", given)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert nats_config.processors() == used
