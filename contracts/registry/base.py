@@ -62,21 +62,34 @@ def readable(read: Callable[[KvEntry], R], entries: Mapping[str, KvEntry]) -> li
     return found
 
 
+_JOINERS = "\u200c\u200d"
+"""Invisible, and part of how words of some languages and emoji are written."""
+
+
 def check_name(kind: str, name: str) -> str:
-    """``name`` when it can be kept."""
+    """``name`` when it can be kept: shown as what it is, alone, and put into an address of the admin API."""
     try:
         subjects.encode(name)
     except subjects.InvalidName as error:
         raise HeadraceError("invalid_request", f"this {kind} cannot be kept: {error}", param="name") from error
-    for position, character in enumerate(name):
-        if unicodedata.category(character) in ("Cc", "Zl", "Zp"):
-            raise HeadraceError(
-                "invalid_request",
-                f"this {kind} cannot be kept: it holds the control character U+{ord(character):04X} "
-                f"at position {position}",
-                param="name",
-            )
+    if why := _hidden(name):
+        raise HeadraceError("invalid_request", f"this {kind} cannot be kept: {why}", param="name")
     return name
+
+
+def _hidden(name: str) -> str:
+    """Why people or addresses would take it for another one; empty when they do not."""
+    if name in (".", ".."):
+        return "in an address . and .. are steps between folders"
+    if name != name.strip():
+        return "it begins or ends with a space"
+    for position, character in enumerate(name):
+        category = unicodedata.category(character)
+        if category in ("Cc", "Zl", "Zp"):
+            return f"it holds the control character U+{ord(character):04X} at position {position}"
+        if category == "Cf" and character not in _JOINERS:
+            return f"it holds the invisible character U+{ord(character):04X} at position {position}"
+    return ""
 
 
 def check_counts(limits: TenantLimits | PoolLimits) -> None:

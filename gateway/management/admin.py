@@ -158,6 +158,40 @@ async def models(services: ServicesDep) -> Listed[ModelRecord]:
     return Listed(await registry.models(services.bus))
 
 
+class ShownVersion(msgspec.Struct, kw_only=True):
+    """A version of a model that is published."""
+
+    model: str
+    version: str
+    engine: str
+    context: int
+    """Longest sequence in tokens, prompt and output."""
+    base: str
+    """Whose LoRA adapter it is, `model@version`; empty: it stands alone."""
+    bytes: int
+    """Of its files."""
+    created_at_ms: int
+
+
+@router.get("/versions", dependencies=MODELS)
+async def versions(services: ServicesDep) -> Listed[ShownVersion]:
+    """All versions that are published, by model and age."""
+    return Listed(
+        [
+            ShownVersion(
+                model=each.name,
+                version=each.version,
+                engine=each.engine,
+                context=each.context,
+                base=f"{each.base.model}@{each.base.version}" if each.base else "",
+                bytes=sum(artifact.size for artifact in each.artifacts.values()),
+                created_at_ms=each.created_at_ms,
+            )
+            for each in await registry.versions(services.bus)
+        ]
+    )
+
+
 @router.patch("/models/{model:path}/limits", responses=refusals(404, 409), dependencies=MODELS)
 async def change_model(
     do: AdministratorDep, model: Name, change: Annotated[ModelChange, Depends(BodyReader(ModelChange))]

@@ -5,18 +5,23 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import threading
 import uuid
 from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote
 
 import httpx
 import msgspec
 import pytest
 
 from contracts import clock, subjects
+from contracts.administration import Actor, Administration
 from contracts.bus import Bus
 from contracts.messages.attempts import AttemptEvent
+from contracts.messages.records import Manifest
 from tests.support.browser import Browser, page, picture
 from tests.support.polling import wait_until
 from tests.support.stack import Stack, StartStack
@@ -184,8 +189,10 @@ def console(browser: Browser, stack: Stack, view: str = "", key: str = "") -> No
     browser.open(f"{stack.run.admin_url}/console#key={key or stack.run.admin_key}")
     browser.until("document.querySelectorAll('#views a').length && document.body.dataset.drawn")
     if view:
-        browser.run(f"delete document.body.dataset.drawn, location.hash = {view!r}")
-        browser.until("document.body.dataset.drawn")
+        browser.run(f"location.hash = {view!r}")
+        browser.until(
+            f"document.querySelector('#views [aria-current]').hash === '#{view}' && document.body.dataset.drawn"
+        )
 
 
 def button(browser: Browser, label: str, inside: str = "document") -> None:
@@ -264,13 +271,208 @@ def test_records_are_changed_by_keyboard_and_shown_as_text(stack: Stack, browser
     assert not browser.errors
 
 
+def fill(browser: Browser, **values: str) -> None:
+    """The question's fields, by their labels' first words with underscores."""
+    browser.until("Boolean(document.querySelector('dialog'))")
+    for label, value in values.items():
+        browser.run(
+            "((label, value) => { const field = [...document.querySelectorAll('dialog label')]"
+            ".find(each => each.innerText.trim().startsWith(label)).querySelector('input, select');"
+            " field.value = value; field.dispatchEvent(new Event('change')); })"
+            f"({json.dumps(label.replace('_', ' '))}, {json.dumps(value)})"
+        )
+
+
+def answer(browser: Browser, verb: str) -> str:
+    """Press the question's button; what is said against it, or empty once it is done."""
+    button(browser, verb, "document.querySelector('dialog')")
+    said: str = browser.until(
+        "!document.querySelector('dialog') ? 'done' : document.querySelector('dialog .error').innerText"
+    )
+    return said.removeprefix("done")
+
+
+def press(browser: Browser, label: str) -> None:
+    """The button that is read out so, once it is there; with the keyboard."""
+    found = f"[...document.querySelectorAll('#view button')].find(each => each.ariaLabel === {label!r})"
+    browser.until(f"Boolean({found})")
+    browser.run(f"{found}.focus()")
+    browser.press("Enter")
+
+
+def last_done(stack: Stack, area: str) -> Any:
+    """What the newest action of the area, which the console did, changed."""
+    with stack.admin() as admin:
+        entries = admin.get("/admin/v1/audit", params={"action": area}).json()["data"]
+    newest = next(each for each in entries if each["result"] == "done")
+    assert newest["via"] == "console"
+    return newest["after"]
+
+
+@pytest.fixture(scope="module")
+def rolled(stack: Stack) -> str:
+    """A model of two versions whose name an address could break at, and which has no worker."""
+    model = "a/b%2f.. <i>ن"
+
+    async def publish() -> None:
+        bus = await Bus.connect(stack.run.nats_url, name="operator", credentials=stack.credentials)
+        try:
+            for version in ("v1", "v2"):
+                made = Manifest(name=model, version=version, engine="simulated", context=1000, default_output_tokens=9)
+                await Administration(bus, Actor(name="test", address="", via="cli")).publish(made)
+        finally:
+            await bus.close()
+
+    asyncio.run(publish())
+    return model
+
+
+def faults(browser: Browser) -> list[str]:
+    """What the page logged and no refusal explains."""
+    browser.run("1")  # What it has said until now has been read.
+    found = [error for error in browser.errors if not re.search(r"status of (400|401) ", error)]
+    browser.errors.clear()
+    return found
+
+
+def test_bounds_of_queues_and_workers_are_changed(stack: Stack, browser: Browser, rolled: str) -> None:
+    def limits() -> dict[str, Any]:
+        with stack.admin() as admin:
+            found = next(each for each in admin.get("/admin/v1/models").json()["data"] if each["name"] == rolled)
+        return found["limits"] | {"fallbacks": found["fallbacks"]}
+
+    console(browser, stack, "models")
+    press(browser, f"Change the workers of {rolled}")
+    fill(browser, workers_at_least="3", workers_at_most="2")
+    assert "not below replicas_min" in answer(browser, "Change it"), "what is refused is said, and asked again"
+    fill(browser, workers_at_most="5", seconds="60")
+    assert answer(browser, "Change it") == ""
+    assert [limits()[f"replicas_{of}"] for of in ("min", "max", "spare", "hold_s")] == [3, 5, 1, 60]
+    asked = {"replicas_min": 3, "replicas_max": 5, "replicas_hold_s": 60}
+    assert last_done(stack, "models") == {"limits": asked}, "what was left as it was is not asked for"
+    browser.until(f"document.activeElement.ariaLabel === 'Change the workers of {rolled}'")
+    browser.press("Enter")
+    fill(browser, workers_at_most="")
+    assert answer(browser, "Change it") == ""
+    assert limits()["replicas_max"] is None, "empty is without a bound"
+    press(browser, f"Change the queue of {rolled}")
+    fill(browser, queued_requests="7", KV="1.25", fallbacks="chat-small, chat-large")
+    assert answer(browser, "Change it") == ""
+    now = limits()
+    assert (now["queued_requests"], now["kv_overbooking"]) == (7, 1.25)
+    assert now["fallbacks"] == ["chat-small", "chat-large"]
+    assert not faults(browser)
+
+
+def test_a_tenant_has_limits_of_its_own_for_one_model(stack: Stack, browser: Browser, rolled: str) -> None:
+    def own() -> dict[str, Any]:
+        with stack.admin() as admin:
+            found: dict[str, Any] = admin.get("/admin/v1/tenants/acme").json()["model_limits"]
+        return found
+
+    console(browser, stack, "tenants")
+    press(browser, "Set limits for one model")
+    fill(browser, tenant="nobody", model=rolled)
+    assert "no tenant nobody" in answer(browser, "Go on")
+    fill(browser, tenant="acme")
+    button(browser, "Go on", "document.querySelector('dialog')")
+    browser.until("document.querySelector('dialog h2').innerText.startsWith('Limits of acme')")
+    fill(browser, requests="3", at_once="2")
+    assert answer(browser, "Set them") == ""
+    assert (own()[rolled]["rpm"], own()[rolled]["concurrency"], own()[rolled]["input_tpm"]) == (3, 2, None)
+    press(browser, f"Change acme for {rolled}")
+    fill(browser, requests="")
+    assert answer(browser, "Set them") == "" and own()[rolled]["rpm"] is None
+    press(browser, f"Remove acme for {rolled}")
+    browser.until("Boolean(document.querySelector('dialog'))")
+    browser.press("Escape")
+    browser.until("!document.querySelector('dialog')")
+    assert own(), "who says no changes nothing"
+    press(browser, f"Remove acme for {rolled}")
+    assert answer(browser, "Remove them") == "" and own() == {}
+    assert last_done(stack, "tenants") == {}, "a field that is as by default is left out"
+    assert not faults(browser)
+
+
+def test_a_roll_out_is_started_paused_resumed_aborted_and_promoted(stack: Stack, browser: Browser, rolled: str) -> None:
+    def plan() -> dict[str, Any]:
+        with stack.admin() as admin:
+            found: dict[str, Any] = admin.get(f"/admin/v1/models/{quote(rolled, safe='')}/rollout").json()
+        return found
+
+    console(browser, stack, "models")
+    for last in ("Abort", "Promote"):
+        button(browser, "Start roll-out")
+        fill(browser, model=rolled, shares="5, nought", copies="0")
+        assert browser.run("document.querySelectorAll('dialog select')[1].value") == "v2"
+        assert "nought is no share" in answer(browser, "Start it")
+        fill(browser, shares="5 %, 100", least="30", what="tenant")
+        assert answer(browser, "Start it") == ""
+        started = plan()["plan"]
+        assert [started[of] for of in ("to", "steps", "hold_ms", "by", "shadow")] == [
+            "v2",
+            [5, 100],
+            30_000,
+            "tenant",
+            0,
+        ]
+        wait_until(lambda: plan()["progress"], "its owner has begun")
+        press(browser, f"Pause the roll-out of {rolled}")
+        assert answer(browser, "Pause it") == ""
+        browser.until("document.querySelector('#view').innerText.includes('paused')")
+        press(browser, f"Resume the roll-out of {rolled}")
+        assert answer(browser, "Resume it") == "" and plan()["plan"]["wanted"] == "run"
+        browser.until("!document.querySelector('#view').innerText.includes('paused')")
+        assert "errors" in text(browser, ".evidence"), "what the judge has seen"
+        press(browser, f"{last} the roll-out of {rolled}")
+        browser.until("Boolean(document.querySelector('dialog button.danger'))")
+        assert answer(browser, f"{last} it") == "" and plan()["plan"]["wanted"] == last.lower()
+        if last == "Abort":
+            browser.until("document.querySelector('#view').innerText.includes('aborted')")
+        assert last_done(stack, "rollouts") == {"wanted": last.lower()}
+    assert not faults(browser)
+
+
+def test_a_tab_that_nobody_looks_at_keeps_no_connection(stack: Stack, browser: Browser) -> None:
+    console(browser, stack)
+    browser.until("document.querySelector('#state').innerText === 'live'")
+    browser.run("Object.defineProperty(document, 'hidden', { get: () => window.away, configurable: true })")
+    browser.run("window.away = true, document.dispatchEvent(new Event('visibilitychange'))")
+    browser.until("document.querySelector('#state').innerText === 'paused'")
+    browser.run("window.away = false, document.dispatchEvent(new Event('visibilitychange'))")
+    browser.until("document.querySelector('#state').innerText === 'live'")
+    assert not faults(browser)
+
+
+@pytest.mark.parametrize("view", ["live", "tenants", "models", "audit"])
+def test_a_key_that_is_revoked_while_its_page_is_open_changes_nothing_more(
+    stack: Stack, browser: Browser, view: str
+) -> None:
+    scopes = ["admin:models", "admin:tenants", "admin:keys"]
+    with stack.admin() as admin:
+        made = admin.post("/admin/v1/keys", json={"tenant": "demo", "scopes": scopes}).json()
+        wait_until(lambda: stack_lets_in(stack, made["key"]), "the key works")
+        console(browser, stack, view, made["key"])
+        admin.delete(f"/admin/v1/keys/{made['id']}").raise_for_status()
+    wait_until(lambda: not stack_lets_in(stack, made["key"]), "it is revoked")
+    if view == "tenants":
+        press(browser, "Change acme")
+        assert "API key" in answer(browser, "Change it")
+        browser.press("Escape")
+    else:
+        browser.until("document.getElementById('notice').textContent.includes('API key')")
+    assert not faults(browser)
+
+
 def test_every_view_is_drawn_on_a_phone_and_by_a_key_of_its_area_alone(stack: Stack, browser: Browser) -> None:
     views = ["live", "requests", "tenants", "keys", "models", "prices", "quarantine", "audit"]
-    browser.look(width=390, height=844)
+    browser.look(width=360, height=780)
     for view in views:
         console(browser, stack, view)
         assert browser.run("document.body.dataset.drawn") != "failed", text(browser, "#notice")
-        assert browser.run("document.documentElement.scrollWidth") == 390, view
+        assert browser.run("document.documentElement.scrollWidth") == 360, view
+        right = "[...document.querySelectorAll('#view button')].map(each => each.getBoundingClientRect().right)"
+        assert browser.run(f"Math.max(0, ...{right})") <= 360, f"{view}: buttons can be reached without scrolling aside"
     browser.look()
     with stack.admin() as admin:
         key = admin.post("/admin/v1/keys", json={"tenant": "acme", "scopes": ["admin:keys"]}).json()["key"]
@@ -290,7 +492,7 @@ def test_no_worker_and_two_hundred_are_shown(stack: Stack, browser: Browser, wor
     """With a snapshot of ours in the place of the gateway's."""
     with stack.admin() as admin:
         view = admin.get("/admin/v1/live").json()
-    model = view["models"][0]
+    model = next(each for each in view["models"] if each["model"] == "chat-large")
     [pool] = model["pools"]
     one = pool["workers"][0] | {"kv_tokens_used": 4_000, "slots": 8}
     states = ["ready"] * 12 + ["engine_down", "starting", "held"]
@@ -305,7 +507,7 @@ def test_no_worker_and_two_hundred_are_shown(stack: Stack, browser: Browser, wor
         "((real) => { window.fetch = (path, options) => String(path).endsWith('/live')"
         f" ? Promise.resolve(new Response({json.dumps(body)})) : real(path, options); }})(window.fetch)"
     )
-    browser.run("delete document.body.dataset.drawn, location.hash = 'live'")
+    browser.run("location.hash = 'live'")
     browser.until("document.body.dataset.drawn === 'live'")
     if workers:
         assert browser.run("document.querySelectorAll('.cells > i').length") == workers
@@ -324,7 +526,7 @@ def test_a_key_that_is_for_nothing_there_is_told_so(stack: Stack, browser: Brows
     assert text(browser, "#view") == ""
 
 
-def test_the_console_says_when_no_scheduler_answers(start_stack: StartStack, browser: Browser) -> None:
+def test_the_console_says_what_is_away_and_goes_on_when_it_is_back(start_stack: StartStack, browser: Browser) -> None:
     stack = start_stack()
     browser.open(f"{stack.run.admin_url}/console#key={stack.run.admin_key}")
     browser.until("document.body.dataset.drawn === 'live'")
@@ -337,3 +539,9 @@ def test_the_console_says_when_no_scheduler_answers(start_stack: StartStack, bro
         for pid in stack.run.pids["nats"]:
             os.kill(pid, signal.SIGCONT)
     browser.until("!document.querySelector('.model .error').innerText")
+    [gateway] = stack.run.pids["gateway"]
+    os.kill(gateway, signal.SIGKILL)
+    browser.until("/again|reached/.test(document.getElementById('state').innerText)")
+    browser.until("document.getElementById('state').innerText === 'live'")
+    assert stack.run.pids["gateway"] != [gateway]
+    browser.errors.clear()  # The browser logs what it could not reach.

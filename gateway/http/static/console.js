@@ -2,6 +2,7 @@
 
 import { call, find, key, make, onKey } from "./frame.js";
 import * as live from "./live.js";
+import * as models from "./models.js";
 import * as records from "./records.js";
 import * as trail from "./trail.js";
 
@@ -11,7 +12,7 @@ const VIEWS = {
   requests: { title: "Requests", scope: "admin:usage", open: trail.requests },
   tenants: { title: "Tenants", scope: "admin:tenants", open: records.tenants },
   keys: { title: "Keys", scope: "admin:keys", open: records.keys },
-  models: { title: "Models", scope: "admin:models", open: records.models },
+  models: { title: "Models", scope: "admin:models", open: models.open },
   prices: { title: "Prices", scope: "admin:prices", open: records.prices },
   quarantine: { title: "Quarantine", scope: "admin:models", open: trail.quarantine },
   audit: { title: "Audit", scope: ["admin:keys", "admin:tenants", "admin:models", "admin:usage", "admin:prices"], open: trail.audit },
@@ -58,7 +59,7 @@ function shut() {
   close = () => {};
   opened = "";
   view.replaceChildren();
-  view.kept = undefined;
+  delete document.body.dataset.drawn;
   tell("");
 }
 
@@ -73,10 +74,14 @@ async function show() {
   notice.textContent = "";
   find("title").textContent = VIEWS[name].title;
   document.title = `Headrace ${VIEWS[name].title.toLowerCase()}`;
+  // A place of its own: what a view that was left reads late is drawn nowhere.
+  const place = view.appendChild(make("div", { class: "view" }));
   try {
-    close = await VIEWS[name].open(view, { tell, fail, scopes, notice }) || (() => {});
+    const end = await VIEWS[name].open(place, { tell, fail, scopes, notice }) || (() => {});
+    if (place.isConnected) close = end;
+    else end();
   } catch (error) {
-    fail(error);
+    if (place.isConnected) fail(error);
   }
 }
 

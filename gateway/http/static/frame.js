@@ -102,7 +102,7 @@ function fill(element, attributes, children) {
     else if (value === true) element.setAttribute(name, "");
     else if (value !== false && value !== undefined && value !== null) element.setAttribute(name, value);
   }
-  for (const child of children.flat()) if (child !== null && child !== undefined && child !== "") element.append(child);
+  for (const child of children.flat(Infinity)) if (child !== null && child !== undefined && child !== "") element.append(child);
   return element;
 }
 
@@ -131,8 +131,8 @@ export function table(columns, rows, { empty = "None.", caption = "" } = {}) {
   if (!rows.length) return make("p", { class: "empty" }, empty);
   const head = columns.map(({ title, kind = "" }) => make("th", { class: kind, scope: "col" }, title));
   const lines = rows.map((row) => make("tr", { class: row.off ? "off" : false },
-    columns.map(({ kind = "", show }) => make("td", { class: kind }, show(row)))));
-  return make("div", { class: "scroll" }, make("table", {}, caption ? make("caption", {}, caption) : "",
+    columns.map(({ title, kind = "", show }) => make("td", { class: kind, "data-title": title || false }, show(row)))));
+  return make("div", { class: "scroll" }, make("table", { class: "records" }, caption ? make("caption", {}, caption) : "",
     make("thead", {}, make("tr", {}, head)), make("tbody", {}, lines)));
 }
 
@@ -150,10 +150,10 @@ export const percent = known((share) => share > 0 && share < 0.001 ? "<0.1 %" : 
 export const span = known((ms) => {
   if (ms < 1) return `${Number(ms.toPrecision(2))} ms`;
   if (ms < 1000) return `${Math.round(ms)} ms`;
-  if (ms < 60000) return `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;
-  if (ms < 3600000) return `${Math.floor(ms / 60000)} min ${Math.round(ms % 60000 / 1000)} s`;
-  return `${Math.floor(ms / 3600000)} h ${Math.round(ms % 3600000 / 60000)} min`;
+  if (ms < 59950) return `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;
+  return ms < 3599500 ? two(Math.round(ms / 1000), "min", "s") : two(Math.round(ms / 60000), "h", "min");
 });
+const two = (all, large, small) => `${Math.floor(all / 60)} ${large}` + (all % 60 ? ` ${all % 60} ${small}` : "");
 export const instant = (ms) => ms ? new Date(ms).toISOString().slice(0, 19).replace("T", " ") + "Z" : DASH;
 export const missing = (why = "not known") => make("span", { class: "missing", title: why }, DASH, make("span", { class: "hidden" }, why));
 
@@ -212,9 +212,10 @@ export function ask({ title, text = "", fields = [], verb, danger = false, act }
 }
 
 // Fields of a question; each has a name, its element, and what it holds.
-export function textField(name, label, value = "", options = {}) {
-  const input = make("input", { value, autocomplete: "off", spellcheck: "false", ...options });
-  return { name, input, element: make("label", {}, label, input), value: () => input.value.trim() };
+export function textField(name, label, value = "", { choices, ...options } = {}) {
+  const list = choices && make("datalist", { id: `choices-${name}` }, choices.map((each) => make("option", { value: each })));
+  const input = make("input", { value, autocomplete: "off", spellcheck: "false", list: list && list.id, ...options });
+  return { name, input, element: make("label", {}, label, input, list), value: () => input.value.trim() };
 }
 
 export function numberField(name, label, value = "", options = {}) {

@@ -14,6 +14,7 @@ export async function open(view, { tell, fail }) {
   let last = null, heard = 0;
   const rollouts = new Map();  // Of models whose roll-out goes on.
   const readRollouts = async () => {
+    if (document.hidden) return;
     try {
       const open = (await call("/admin/v1/rollouts")).data.filter((each) => !OVER.includes(each.progress?.phase));
       rollouts.clear();
@@ -23,6 +24,7 @@ export async function open(view, { tell, fail }) {
   view.replaceChildren(sums.element, models);
 
   const take = (snapshot) => {
+    if (stop.signal.aborted) return;
     heard = performance.now();
     last = snapshot;
     const rate = total(snapshot.models, (pool) => pool.output_tokens_per_s);
@@ -39,13 +41,16 @@ export async function open(view, { tell, fail }) {
   readRollouts();
   const reading = setInterval(readRollouts, ROLLOUTS_MS);
   const watch = setInterval(() => {
-    if (last && performance.now() - heard > SILENT_MS) tell(`nothing heard for ${Math.round((performance.now() - heard) / 1000)} s`, "warn");
+    if (last && !document.hidden && performance.now() - heard > SILENT_MS) tell(`nothing heard for ${Math.round((performance.now() - heard) / 1000)} s`, "warn");
   }, 1000);
 
   (async () => {
     while (!stop.signal.aborted) {
+      await looked();
+      const left = new AbortController(), leave = () => { if (document.hidden) left.abort(); };
+      document.addEventListener("visibilitychange", leave);
       try {
-        const response = await request("/admin/v1/live", { accept: "text/event-stream", signal: stop.signal });
+        const response = await request("/admin/v1/live", { accept: "text/event-stream", signal: AbortSignal.any([stop.signal, left.signal]) });
         await readEvents(response.body, (data, event) => {
           const said = JSON.parse(data);
           if (event === "live") take(said);
@@ -53,13 +58,25 @@ export async function open(view, { tell, fail }) {
         tell("connecting again", "warn");
       } catch (error) {
         if (stop.signal.aborted) return;
+        if (left.signal.aborted) { tell("paused", "warn"); continue; }
         if (error.status === 401 || error.status === 403) { fail(error); return; }
         tell(error.message, "bad");
+      } finally {
+        document.removeEventListener("visibilitychange", leave);
       }
       await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
     }
   })();
   return () => { stop.abort(); clearInterval(watch); clearInterval(reading); };
+}
+
+// Browsers open six connections to one address: a tab that nobody looks at keeps none.
+function looked() {
+  if (!document.hidden) return undefined;
+  return new Promise((resolve) => {
+    const seen = () => { if (!document.hidden) { document.removeEventListener("visibilitychange", seen); resolve(); } };
+    document.addEventListener("visibilitychange", seen);
+  });
 }
 
 // Sum over pools; null where nothing is known.
@@ -106,9 +123,9 @@ function modelCard(model) {
   const failed = make("p", { class: "error" });
   const pools = make("tbody"), tenants = make("tbody"), body = make("div", { class: "model" });
   const head = (columns) => make("thead", {}, make("tr", {}, columns.map(([text, kind = ""]) => make("th", { class: kind, scope: "col" }, text))));
-  const poolTable = make("div", { class: "scroll" }, make("table", {}, make("caption", { class: "hidden" }, "Pools"), head([
+  const poolTable = make("div", { class: "scroll" }, make("table", { class: "records" }, make("caption", { class: "hidden" }, "Pools"), head([
     ["Version", "name"], ["Ready / desired"], ["Slots"], ["KV tokens"], ["Output"], ["Prompt", "wide"], ["In engine queue", "wide"]]), pools));
-  const queue = make("div", {}, make("h3", {}, "Queue by tenant"), make("div", { class: "scroll" }, make("table", {}, head([
+  const queue = make("div", {}, make("h3", {}, "Queue by tenant"), make("div", { class: "scroll" }, make("table", { class: "records" }, head([
     ["Tenant", "name"], ["Waiting"], ["Tokens", "wide"], ["Oldest"], ["Running"], ["Reserved", "wide"]]), tenants)));
   const noQueue = make("p", { class: "empty" }, "Nobody waits, nothing runs.");
   const workers = workerList(model.model), requests = openRequests(model.model);
@@ -136,15 +153,12 @@ function rolloutBadge({ plan, progress }) {
   return badge(`roll-out to ${plan.to}: ${share}`, progress?.paused ? "warn" : "good", progress?.reason || "");
 }
 
-const cell = (kind = "") => make("td", { class: kind });
+const cell = (title, kind = "", ...content) => make("td", { class: kind, "data-title": title }, content);
 
 function poolRow(pool) {
-  const name = cell("name"), ready = cell(), slots = meter(`slots of ${pool.version}`), kv = meter(`KV cache of ${pool.version}`);
-  const output = cell(), prompt = cell("wide"), waiting = cell("wide");
-  const row = make("tr", {}, name, ready, make("td", {}, slots), make("td", {}, kv), output, prompt, waiting);
-  const desired = make("span");
-  const have = make("span");
-  ready.append(have, " / ", desired);
+  const slots = meter(`slots of ${pool.version}`), kv = meter(`KV cache of ${pool.version}`), have = make("span"), desired = make("span");
+  const name = cell("Version", "name"), output = cell("Output"), prompt = cell("Prompt", "wide"), waiting = cell("In engine queue", "wide");
+  const row = make("tr", {}, name, cell("Ready / desired", "", make("span", {}, have, " / ", desired)), cell("Slots", "", slots), cell("KV", "", kv), output, prompt, waiting);
   row.update = (now, stable) => {
     setText(name, now.version + (now.version === stable ? "" : " (not stable)"));
     name.title = now.version;
@@ -161,7 +175,7 @@ function poolRow(pool) {
 }
 
 function tenantRow(first) {
-  const cells = [cell("name"), cell(), cell("wide"), cell(), cell(), cell("wide")];
+  const cells = [cell("Tenant", "name"), cell("Waiting"), cell("Tokens", "wide"), cell("Oldest"), cell("Running"), cell("Reserved", "wide")];
   const row = make("tr", {}, cells);
   cells[0].title = first.tenant;
   row.update = (now) => [now.tenant, whole(now.waiting), whole(now.waiting_tokens), now.waiting ? span(now.oldest_wait_ms) : "–", whole(now.running), whole(now.reserved_tokens)]
@@ -175,7 +189,7 @@ function workerList(model) {
   const none = make("p", { class: "empty" }, "There is no worker: requests wait or are refused.");
   const all = make("button", { type: "button", class: "plain small", "aria-expanded": "false" });
   let full = false, pools = [];
-  const grid = make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {},
+  const grid = make("div", { class: "scroll" }, make("table", { class: "records" }, make("thead", {}, make("tr", {},
     [["Worker", "name"], ["State", "name"], ["Slots"], ["KV"], ["Output", "wide"], [""]].map(([text, kind = ""]) => make("th", { class: kind, scope: "col" }, text || make("span", { class: "hidden" }, "Actions"))))), body));
   const element = make("div", {}, make("div", { class: "above" }, title, all), cells, none, grid);
   const update = (now) => {
@@ -204,9 +218,9 @@ function workerList(model) {
 }
 
 function workerRow(model, first) {
-  const name = cell("name mono"), state = cell("name"), slots = meter(`slots of ${first.worker}`), kv = meter(`KV cache of ${first.worker}`), output = cell("wide");
+  const name = cell("Worker", "name mono"), state = cell("State", "name"), slots = meter(`slots of ${first.worker}`), kv = meter(`KV cache of ${first.worker}`), output = cell("Output", "wide");
   const act = make("button", { type: "button", class: "plain small" }, "Drain"), actions = make("td", { class: "actions" }, act);
-  const row = make("tr", {}, name, state, make("td", {}, slots), make("td", {}, kv), output, actions);
+  const row = make("tr", {}, name, state, cell("Slots", "", slots), cell("KV", "", kv), output, actions);
   let shown = "", held = false;
   act.addEventListener("click", () => hold(model, first.worker, !held));
   row.update = (now) => {

@@ -1,32 +1,20 @@
-// Tenants, keys, models, aliases, roll-outs, prices: seen and changed, each change asked for in a question.
+// Tenants, keys, prices: seen and changed, each change asked for in a question.
 
-import { DASH, ask, badge, call, checkField, choiceField, instant, listOf, make, meter, missing, numberField, percent, setMeter, short, span, table, textField, whole } from "./frame.js";
+import { at, button, card, changed, limit, limitFields, name, names, shown } from "./cards.js";
+import { ask, badge, call, checkField, choiceField, instant, listOf, make, meter, missing, numberField, setMeter, short, table, textField, whole } from "./frame.js";
 
 const SCOPES = ["inference", "usage", "admin:keys", "admin:tenants", "admin:models", "admin:usage", "admin:prices"];
 const LIMITS = [["rpm", "requests a minute"], ["input_tpm", "input tokens a minute"], ["output_tpm", "output tokens a minute"],
   ["concurrency", "at once"], ["queued_requests", "queued requests"], ["queued_tokens", "queued tokens"]];
-const POOL_LIMITS = [["queued_requests", "queued requests"], ["queued_tokens", "queued tokens"], ["tenant_queued_requests", "queued requests of a tenant"],
-  ["tenant_queued_tokens", "queued tokens of a tenant"], ["kv_overbooking", "KV overbooking", 0.05]];
-const at = (...parts) => `/admin/v1/${parts.map((part, index) => index % 2 ? encodeURIComponent(part) : part).join("/")}`;
-const limit = (value) => value === null ? make("span", { class: "missing", title: "unlimited" }, "∞", make("span", { class: "hidden" }, "unlimited")) : whole(value);
-const button = (text, onclick, kind = "") => make("button", { type: "button", class: `plain small ${kind}`, onclick }, text);
-const name = (text) => make("span", { dir: "auto", title: text }, text);
-const changed = (before, after) => Object.fromEntries(Object.entries(after).filter(([field, value]) => JSON.stringify(value) !== JSON.stringify(before[field])));
-
-// A view that is read again after each change.
-function shown(view, read, draw) {
-  const again = async () => { view.replaceChildren(...draw(await read(), again)); document.body.dataset.drawn = "records"; };
-  return again();
-}
-
-const card = (title, actions, ...content) => make("section", { class: "card" }, make("div", { class: "above" }, make("h2", {}, title), actions), content);
+const PRIORITIES = [["interactive,batch", "both"], ["interactive", "interactive"], ["batch", "batch"]];
 
 export function tenants(view, { scopes }) {
   const month = async () => {
     if (!scopes.includes("admin:usage")) return null;
     try { return new Map((await call("/admin/v1/usage?by=tenant")).data.map((row) => [row.tenant, row])); } catch { return null; }
   };
-  return shown(view, async () => [(await call("/admin/v1/tenants")).data, await month()], ([records, used], again) => {
+  const models = async () => scopes.includes("admin:models") ? (await call("/admin/v1/models")).data.map((row) => row.name) : [];
+  return shown(view, async () => [(await call("/admin/v1/tenants")).data, await month(), await models()], ([records, used, known], again) => {
     const budget = (row) => {
       const tokens = used ? (used.get(row.name)?.prompt_tokens || 0) + (used.get(row.name)?.completion_tokens || 0) : null;
       if (row.monthly_budget_tokens === null) return tokens === null ? missing("the key may not see usage") : short(tokens);
@@ -35,19 +23,49 @@ export function tenants(view, { scopes }) {
       setMeter(bar, tokens, row.monthly_budget_tokens, `${short(tokens)} / ${short(row.monthly_budget_tokens)}`);
       return bar;
     };
-    return [card(`Tenants ${whole(records.length)}`, button("New tenant", () => newTenant(again)), table([
+    return [card(`Tenants ${whole(records.length)}`, button("New tenant", "", () => newTenant(again)), table([
       { title: "Tenant", kind: "name", show: (row) => name(row.name) },
       { title: "State", kind: "name", show: (row) => row.disabled ? badge("disabled", "bad") : badge("active", "good") },
       ...LIMITS.slice(0, 4).map(([field, title]) => ({ title: title.replace(" a minute", "/min"), kind: field === "rpm" ? "" : "wide", show: (row) => limit(row.limits[field]) })),
       { title: "Weight", kind: "wide", show: (row) => row.weight },
       { title: "Tokens this month", show: budget },
-      { title: "Models", kind: "name wide", show: (row) => row.models === null ? "all" : name(row.models.join(", ")) },
-      { title: "", kind: "actions", show: (row) => button("Change", () => changeTenant(row, again)) },
-    ], records.map((row) => ({ ...row, off: row.disabled }))), make("p", { class: "note" }, "Limits are a tenant's for each model; ∞ is unlimited. Budgets are billed tokens of the UTC month."))];
+      { title: "Models", kind: "name wide", show: (row) => row.models === null ? "all" : names(row.models, "none") },
+      { title: "", kind: "actions", show: (row) => button("Change", row.name, () => changeTenant(row, again)) },
+    ], records.map((row) => ({ ...row, off: row.disabled }))), make("p", { class: "note" }, "Limits are a tenant's for each model; ∞ is unlimited. Budgets are billed tokens of the UTC month.")),
+    ownLimits(records, known, again)];
   });
 }
 
-const limitFields = (limits, names = LIMITS) => names.map(([field, title, step]) => numberField(field, title, limits[field], step ? { step, placeholder: "" } : {}));
+// Limits that a tenant has for one model instead of those for all.
+function ownLimits(records, known, again) {
+  const rows = records.flatMap((record) => Object.entries(record.model_limits).map(([model, limits]) => ({ record, model, limits, off: record.disabled })));
+  return card("Limits for one model", button("Set limits", "for one model", () => chooseLimits(records, known, again)), table([
+    { title: "Tenant", kind: "name", show: (row) => name(row.record.name) },
+    { title: "Model", kind: "name", show: (row) => name(row.model) },
+    ...LIMITS.map(([field, title]) => ({ title: title.replace(" a minute", "/min"), kind: field === "rpm" ? "" : "wide", show: (row) => limit(row.limits[field]) })),
+    { title: "", kind: "actions", show: (row) => [button("Change", `${row.record.name} for ${row.model}`, () => setLimits(row, again)), button("Remove", `${row.record.name} for ${row.model}`, () => removeLimits(row, again), "danger")] },
+  ], rows, { empty: "Every tenant has the same limits for each model." }));
+}
+
+async function chooseLimits(records, known, again) {
+  const fields = [textField("tenant", "tenant", "", { required: true, choices: records.map((record) => record.name) }), textField("model", "model", "", { required: true, choices: known })];
+  const row = await ask({ title: "Set limits for one model", fields, verb: "Go on", act: ({ tenant, model }) => {
+    const record = records.find((each) => each.name === tenant);
+    if (!record) throw new Error(`There is no tenant ${tenant}.`);
+    return { record, model, limits: record.model_limits[model] || record.limits };
+  } });
+  if (row) await setLimits(row, again);
+}
+
+async function setLimits({ record, model, limits }, again) {
+  await ask({ title: `Limits of ${record.name} for ${model}`, text: "They hold instead of the tenant's limits for all models.", fields: limitFields(limits, LIMITS), verb: "Set them",
+    act: (given) => call(at("tenants", record.name), { method: "PATCH", body: { model_limits: { [model]: given } } }) }) && again();
+}
+
+async function removeLimits({ record, model }, again) {
+  await ask({ title: `Remove the limits of ${record.name} for ${model}?`, text: "The tenant's limits for all models hold there from then on.", verb: "Remove them", danger: true,
+    act: () => call(at("tenants", record.name), { method: "PATCH", body: { model_limits: { [model]: null } } }) }) && again();
+}
 
 async function newTenant(again) {
   const fields = [textField("name", "name", "", { required: true }), ...limitFields({}, LIMITS.slice(0, 4)), numberField("monthly_budget_tokens", "tokens a month"), numberField("weight", "weight in the queue", 1, { step: "any" })];
@@ -56,15 +74,15 @@ async function newTenant(again) {
 }
 
 async function changeTenant(row, again) {
-  const fields = [...limitFields(row.limits), numberField("monthly_budget_tokens", "tokens a month", row.monthly_budget_tokens),
+  const fields = [...limitFields(row.limits, LIMITS), numberField("monthly_budget_tokens", "tokens a month", row.monthly_budget_tokens),
     numberField("weight", "weight in the queue", row.weight, { step: "any" }), numberField("deadline_ms", "default deadline, ms", row.deadline_ms, { placeholder: "", min: 1 }),
-    textField("models", "models, with commas; empty: all", (row.models || []).join(", ")), choiceField("price_ceiling", "price ceiling", row.price_ceiling, ["economy", "standard", "premium"]),
+    textField("models", "models, with commas; empty: all", (row.models || []).join(", ")), choiceField("priorities", "priorities", row.priorities.join(), PRIORITIES), choiceField("price_ceiling", "price ceiling", row.price_ceiling, ["economy", "standard", "premium"]),
     checkField("fallback", "may go to fallbacks", row.fallback), checkField("prefix_caching", "prefix caching", row.prefix_caching), checkField("disabled", "disabled: none of its keys is let in", row.disabled)];
   await ask({ title: `Change ${row.name}`, fields, verb: "Change it", act: (given) => {
-    const names = LIMITS.map(([field]) => field);
-    const limits = changed(row.limits, Object.fromEntries(names.map((field) => [field, given[field]])));
-    const rest = Object.fromEntries(Object.entries(given).filter(([field]) => !names.includes(field)));
-    const body = changed(row, { ...rest, models: listOf(rest.models).length ? listOf(rest.models) : null });
+    const of = LIMITS.map(([field]) => field);
+    const limits = changed(row.limits, Object.fromEntries(of.map((field) => [field, given[field]])));
+    const rest = Object.fromEntries(Object.entries(given).filter(([field]) => !of.includes(field)));
+    const body = changed(row, { ...rest, models: listOf(rest.models).length ? listOf(rest.models) : null, priorities: listOf(rest.priorities) });
     if (Object.keys(limits).length) body.limits = limits;
     return call(at("tenants", row.name), { method: "PATCH", body });
   } }) && again();
@@ -74,16 +92,16 @@ export function keys(view) {
   return shown(view, async () => (await call("/admin/v1/keys")).data, (records, again) => {
     const now = Date.now();
     const state = (row) => row.revoked_at_ms ? badge("revoked", "bad") : row.expires_at_ms && row.expires_at_ms <= now ? badge("expired", "warn") : badge("valid", "good");
-    return [card(`Keys ${whole(records.length)}`, button("New key", () => newKey(again)), table([
+    return [card(`Keys ${whole(records.length)}`, button("New key", "", () => newKey(again)), table([
       { title: "Key", kind: "name mono", show: (row) => row.id },
       { title: "Tenant", kind: "name", show: (row) => name(row.tenant) },
       { title: "State", kind: "name", show: state },
       { title: "Scopes", kind: "name wide", show: (row) => name(row.scopes.join(", ")) },
-      { title: "Networks", kind: "name wide", show: (row) => row.addresses.length ? name(row.addresses.join(", ")) : "all" },
+      { title: "Networks", kind: "name wide", show: (row) => names(row.addresses, "all") },
       { title: "Expires", kind: "wide", show: (row) => row.expires_at_ms ? instant(row.expires_at_ms).slice(0, 10) : "never" },
       { title: "Last used", show: (row) => instant(row.last_used_at_ms) },
       { title: "Note", kind: "name wide", show: (row) => name(row.note) },
-      { title: "", kind: "actions", show: (row) => row.revoked_at_ms ? "" : [button("Change", () => changeKey(row, again)), button("Revoke", () => revoke(row, again), "danger")] },
+      { title: "", kind: "actions", show: (row) => row.revoked_at_ms ? "" : [button("Change", row.id, () => changeKey(row, again)), button("Revoke", row.id, () => revoke(row, again), "danger")] },
     ], records.map((row) => ({ ...row, off: Boolean(row.revoked_at_ms) }))))];
   });
 }
@@ -116,82 +134,17 @@ async function revoke(row, again) {
     act: () => call(at("keys", row.id), { method: "DELETE" }) }) && again();
 }
 
-export function models(view) {
-  return shown(view, async () => Promise.all(["models", "rollouts", "aliases"].map(async (path) => (await call(`/admin/v1/${path}`)).data)), ([records, rollouts, aliases], again) => [
-    card(`Models ${whole(records.length)}`, "", table([
-      { title: "Model", kind: "name", show: (row) => name(row.name) },
-      { title: "Stable", kind: "name", show: (row) => name(row.stable) },
-      { title: "Queued requests", show: (row) => whole(row.limits.queued_requests) },
-      { title: "of a tenant", kind: "wide", show: (row) => whole(row.limits.tenant_queued_requests) },
-      { title: "Queued tokens", kind: "wide", show: (row) => short(row.limits.queued_tokens) },
-      { title: "of a tenant", kind: "wide", show: (row) => short(row.limits.tenant_queued_tokens) },
-      { title: "KV overbooking", kind: "wide", show: (row) => row.limits.kv_overbooking },
-      { title: "Fallbacks", kind: "name wide", show: (row) => row.fallbacks.length ? name(row.fallbacks.join(", ")) : DASH },
-      { title: "", kind: "actions", show: (row) => row.removed ? badge("being removed", "warn") : button("Change", () => changeModel(row, again)) },
-    ], records)),
-    card("Roll-outs", "", table([
-      { title: "Model", kind: "name", show: (row) => name(row.plan.model) },
-      { title: "To", kind: "name", show: (row) => name(row.plan.to) },
-      { title: "State", kind: "name", show: rolloutState },
-      { title: "Share", show: (row) => row.progress ? percent(row.progress.share) : missing("its owner has not begun") },
-      { title: "Steps", kind: "wide", show: (row) => row.plan.steps.map((step) => `${step} %`).join(", ") },
-      { title: "Held", kind: "wide", show: (row) => row.progress ? `${span(row.progress.held_ms)} of ${span(row.plan.hold_ms)}` : DASH },
-      { title: "Why", kind: "long", show: (row) => row.progress?.reason || "" },
-      { title: "", kind: "actions", show: (row) => rolloutActions(row, again) },
-    ], rollouts, { empty: "No model has had one: headrace rollout start." })),
-    card("Aliases", button("Set alias", () => setAlias(null, again)), table([
-      { title: "Alias", kind: "name", show: (row) => name(row.name) },
-      { title: "Models", kind: "name", show: (row) => name(row.models.length ? row.models.join(", ") : "all") },
-      { title: "Order", kind: "name", show: (row) => row.order },
-      { title: "", kind: "actions", show: (row) => [button("Change", () => setAlias(row, again)), row.created_at_ms ? button("Remove", () => removeAlias(row, again), "danger") : ""] },
-    ], aliases)),
-  ]);
-}
-
-const OVER = { promoted: "good", aborted: "warn", stopped: "bad" };
-
-function rolloutState(row) {
-  const phase = row.progress?.phase || "asked for";
-  return badge(row.progress?.paused && !OVER[phase] ? `${phase}, paused` : phase, OVER[phase] || "");
-}
-
-function rolloutActions(row, again) {
-  if (row.progress && OVER[row.progress.phase]) return "";
-  const want = (wanted, title, text, danger = false) => button(title, async () => {
-    await ask({ title: `${title} the roll-out of ${row.plan.model} to ${row.plan.to}?`, text, verb: title, danger, act: () => call(at("models", row.plan.model, "rollout"), { method: "PATCH", body: { wanted } }) }) && again();
-  }, danger ? "danger" : "");
-  return [row.progress?.paused ? want("run", "Resume", "It goes on with its present step.") : want("pause", "Pause", "Its share stays as it is."),
-    want("promote", "Promote", "All requests go to the new version at once."), want("abort", "Abort", "All requests go to the stable version at once.", true)];
-}
-
-async function changeModel(row, again) {
-  const fields = [...limitFields(row.limits, POOL_LIMITS), textField("fallbacks", "fallbacks, with commas", row.fallbacks.join(", "))];
-  await ask({ title: `Change ${row.name}`, fields, verb: "Change it", act: ({ fallbacks, ...limits }) => {
-    const body = changed(row.limits, limits);
-    if (listOf(fallbacks).join() !== row.fallbacks.join()) body.fallbacks = listOf(fallbacks);
-    return call(at("models", row.name, "limits"), { method: "PATCH", body });
-  } }) && again();
-}
-
-async function setAlias(row, again) {
-  const fields = [textField("name", "alias", row?.name || "", { required: true, readonly: Boolean(row) }), textField("models", "models in order, with commas; empty: all", (row?.models || []).join(", ")),
-    choiceField("order", "order", row?.order || "listed", [["listed", "as listed"], ["cheapest", "cheapest first"], ["dearest", "dearest first"], ["soonest", "least busy first"]])];
-  await ask({ title: row ? `Change ${row.name}` : "Set an alias", fields, verb: "Set it", act: (given) => call(at("aliases", given.name), { method: "PUT", body: { models: listOf(given.models), order: given.order } }) }) && again();
-}
-
-async function removeAlias(row, again) {
-  await ask({ title: `Remove the alias ${row.name}?`, text: "Who names it is refused from then on, or gets what is built in.", verb: "Remove it", danger: true, act: () => call(at("aliases", row.name), { method: "DELETE" }) }) && again();
-}
-
 const price = (micros) => (micros / 1e6).toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 6 });
 
 export function prices(view) {
   return shown(view, async () => (await call("/admin/v1/prices")).data, (records, again) => {
     const today = new Date().toISOString().slice(0, 10);
-    const last = new Map(records.filter((row) => row.valid_from <= today).map((row) => [row.model + "\n" + row.tier, row.valid_from]));
-    const state = (row) => row.valid_from > today ? badge("to come", "warn") : last.get(row.model + "\n" + row.tier) === row.valid_from ? badge("valid", "good") : badge("past");
-    return [card("Prices for a million tokens", button("Set price", () => setPrice(records[0]?.currency || "USD", again)), table([
+    const of = (row) => JSON.stringify([row.model, row.version, row.tier]);
+    const last = new Map(records.filter((row) => row.valid_from <= today).map((row) => [of(row), row.valid_from]));
+    const state = (row) => row.valid_from > today ? badge("to come", "warn") : last.get(of(row)) === row.valid_from ? badge("valid", "good") : badge("past");
+    return [card("Prices for a million tokens", button("Set price", "", () => setPrice(records[0]?.currency || "USD", again)), table([
       { title: "Model", kind: "name", show: (row) => name(row.model) },
+      { title: "Version", kind: "name wide", show: (row) => row.version ? name(row.version) : "all" },
       { title: "Priority", kind: "name", show: (row) => row.tier },
       { title: "From (UTC)", kind: "name", show: (row) => row.valid_from },
       { title: "State", kind: "name", show: state },
@@ -206,7 +159,7 @@ export function prices(view) {
 
 async function setPrice(currency, again) {
   const money = (field, title, required = false) => textField(field, title, "", { inputmode: "decimal", required, placeholder: "0.15" });
-  const fields = [textField("model", "model", "", { required: true }), choiceField("tier", "priority", "", [["", "both"], "interactive", "batch"]), money("input", "input", true), money("output", "output", true),
+  const fields = [textField("model", "model", "", { required: true }), textField("version", "version; empty: all without their own"), choiceField("tier", "priority", "", [["", "both"], "interactive", "batch"]), money("input", "input", true), money("output", "output", true),
     money("cached_input", "cached input; empty: as input"), money("reasoning", "reasoning; empty: as output"), textField("valid_from", "from (UTC day); empty: tomorrow", "", { type: "date" }), textField("currency", "currency", currency),
     checkField("backdate", "a day that has begun: changes what was used already", false)];
   await ask({ title: "Set a price for a million tokens", fields, verb: "Set it", act: (given) => call("/admin/v1/prices", { method: "POST", body: { ...given, tier: given.tier || null } }) }) && again();

@@ -6,7 +6,7 @@ import { requestItem } from "./phases.js";
 const EVERY_MS = 5000, ENTRIES = 100;
 
 function every(load) {
-  const timer = setInterval(load, EVERY_MS);
+  const timer = setInterval(() => document.hidden || load(), EVERY_MS);
   return () => clearInterval(timer);
 }
 
@@ -34,7 +34,7 @@ export async function requests(view) {
     const [bad, slow] = await Promise.all([call("/admin/v1/usage/slowest?order=failed&limit=10"), call(`/admin/v1/usage/slowest?limit=5&order=${order.value}`)]);
     fill(failed, bad.data, "Nothing failed in the last hour.");
     fill(slowest, slow.data, "No request in the last hour.");
-    document.body.dataset.drawn = "requests";
+    if (view.isConnected) document.body.dataset.drawn = "requests";
   };
   order.addEventListener("change", load);
   view.replaceChildren(
@@ -60,7 +60,7 @@ export async function quarantine(view) {
       { title: "Why", kind: "long", show: (row) => row.reason },
       { title: "", kind: "actions", show: (row) => make("button", { type: "button", class: "plain small danger", onclick: drop(row) }, "Forget") },
     ], rows, { empty: "The quarantine is empty." })));
-    document.body.dataset.drawn = "quarantine";
+    if (view.isConnected) document.body.dataset.drawn = "quarantine";
   };
   await load();
 }
@@ -91,7 +91,7 @@ export async function audit(view) {
       { title: "Result", kind: "name", show: (row) => [badge(row.count > 1 ? `${row.result}, ${row.count} times` : row.result, RESULTS[row.result], row.reason)] },
       { title: "Before → after", kind: "long", show: changes },
     ], rows, { empty: "Nothing was done in the areas that this key may see." }));
-    document.body.dataset.drawn = "audit";
+    if (view.isConnected) document.body.dataset.drawn = "audit";
   };
   const again = () => load().catch((error) => { find("notice").textContent = error.message; });
   area.addEventListener("change", again);
