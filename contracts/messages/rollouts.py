@@ -76,7 +76,7 @@ class StepEvidence(Message, frozen=True, kw_only=True):
     share: float
     """Of all units, 0 to 1, that were the new version's."""
     canary: Whole = 0
-    """Units that it answered, or should have."""
+    """Its units that were judged: served, or bad."""
     stable: Whole = 0
     criteria: Annotated[dict[Criterion, Counted], FEW] = {}
     workers: Annotated[dict[Name, WorkerEvidence], FEW] = {}

@@ -11,7 +11,7 @@ from contracts.messages.rollouts import Arm, Criterion, RolloutProgress
 from scheduler.core.rollout import evidence
 from scheduler.core.rollout.baseline import Baseline
 from scheduler.core.rollout.judge import LOG_STOP, REQUESTS_MIN, UNITS_MAX, Judge, Watched
-from tests.support.judge_runs import Answer, answers, run
+from tests.support.judge_runs import LAGS, Answer, Lag, answers, at_once, run
 
 
 def quadrature(canary: int, events: int, low: float, high: float, theta0: float) -> float:
@@ -272,9 +272,21 @@ def test_the_only_worker_stands_for_its_version() -> None:
     bench = Bench()
     for _ in range(30):
         bench.end("canary", **FAILED)
+        bench.end("stable", worker="s0")
     verdict = bench.judge.verdict()
     assert verdict is not None
     assert verdict.worker == ""
+
+
+def test_labels_are_compared_with_the_units_that_were_judged() -> None:
+    bench = Bench()
+    for _ in range(30):
+        bench.end("canary", **FAILED)
+    assert bench.judge.verdict() is None, "of the stable version nothing is known yet"
+    for _ in range(60):
+        bench.end("stable", worker="s0")
+    bench.judge.pass_time(3_000)
+    assert bench.judge.verdict() is not None, "now it is, with no bad event more"
 
 
 def test_without_requests_nothing_is_known() -> None:
@@ -333,6 +345,28 @@ GOOD = answers(errors=0.01)
 def test_a_good_version_is_not_stopped(share: float) -> None:
     """The long form is ``tests/bench``'s: 1,000 runs at each share."""
     assert not [seed for seed in range(10) if run(seed, share, 1_000, GOOD, GOOD).verdict]
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.5])
+@pytest.mark.parametrize("lag", LAGS.values(), ids=LAGS)
+@pytest.mark.parametrize("late", ["stable", "canary"])
+def test_a_good_version_is_not_stopped_when_one_side_is_heard_of_late(share: float, lag: Lag, late: str) -> None:
+    """A queue of the stable version, say: the new one's bad requests are known before any of the stable one's are."""
+    stable_lag, canary_lag = (lag, at_once) if late == "stable" else (at_once, lag)
+    requests = round(max(1_000, 40 / share))
+    runs = [run(seed, share, requests, GOOD, GOOD, stable_lag=stable_lag, canary_lag=canary_lag) for seed in range(2)]
+    assert not [made.verdict for made in runs if made.verdict]
+
+
+def test_a_good_version_is_not_stopped_where_the_stable_ones_callers_leave_its_queue() -> None:
+    """Of the answers the share is larger then than of the requests."""
+    runs = [run(seed, 0.2, 8_000, GOOD, GOOD, stable_leave=0.7) for seed in range(3)]
+    assert not [made.verdict for made in runs if made.verdict]
+
+
+def test_a_version_that_is_heard_of_late_is_not_good_before() -> None:
+    runs = [run(seed, 0.05, 2_000, GOOD, GOOD, canary_lag=lambda at_ms: 10**9) for seed in range(3)]
+    assert {made.promotable for made in runs} == {-1}
 
 
 @pytest.mark.parametrize(

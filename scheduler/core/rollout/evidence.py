@@ -13,6 +13,7 @@ al., Uniform boundaries, 2021; Lindon and Malek, Sequential tests for counts, 20
 """
 
 import math
+from functools import lru_cache
 
 
 def tolerated(share: float, ratio: float) -> float:
@@ -20,12 +21,14 @@ def tolerated(share: float, ratio: float) -> float:
     return share * ratio / (share * ratio + 1 - share)
 
 
+@lru_cache(1_024)  # Of most steps and criteria nothing has changed since the last look.
 def log_against(canary: int, events: int, theta0: float) -> float:
     """Natural logarithm of the e-value against "at most theta0 of the bad events are the canary's"."""
     at_most, _ = _log_tails(canary, events + 1, theta0)
     return _log_beta(canary, events) + at_most - math.log1p(-theta0) - _log_null(canary, events, theta0)
 
 
+@lru_cache(1_024)
 def log_for(canary: int, events: int, theta0: float) -> float:
     """Natural logarithm of the e-value against "at least theta0 of them are": it speaks for the canary."""
     _, more = _log_tails(canary, events + 1, theta0)

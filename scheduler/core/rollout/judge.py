@@ -4,6 +4,10 @@ A unit (a request, a tenant or a conversation: what the shares are drawn by) is 
 the whole roll-out, and from the moment at which the limit is crossed: what hangs never ends. It is the version's that
 the roll-out gave it first, whoever answers in the end. The death of an engine is one incident, however many it ran.
 
+One side may be heard of later than the other, or less often: the stable version's requests wait in a queue, their
+callers leave it, more of them are refused. So labels are compared with the units that have been judged so far, those
+that were served or went badly, and not with the share that was given alone (``tally``).
+
 Stop when any criterion's e-value against the version reaches CRITERIA / ALPHA, at any moment; go on only with the
 reverse evidence. ``tests/bench/bench_rollout`` measures how well it judges.
 """
@@ -70,7 +74,9 @@ class Watched:
     __slots__ = (
         "arm",
         "choices",
+        "cold",
         "dispatched_at_ms",
+        "judged",
         "prompt_tokens",
         "seen_at_ms",
         "shared",
@@ -90,6 +96,10 @@ class Watched:
         self.prompt_tokens = prompt_tokens
         self.choices = choices
         self.worker = ""
+        self.cold = False
+        """Whether its worker is new: what its first token waits for is not the version."""
+        self.judged = False
+        """Whether it has been served, or has gone badly."""
         self.dispatched_at_ms = 0
         """Of the present attempt; 0 while none runs."""
         self.tokens = 0
@@ -109,12 +119,12 @@ class Judge:
         """By request id."""
         self.bad_workers: list[str] = []
         self._units: OrderedDict[int, None] = OrderedDict()
+        self._warmed: Counter[str] = Counter()
+        """Requests that a worker of the new version was given, up to WARM_UP."""
         self._incidents: dict[str, int] = {}
         """Worker -> when its engine last began to die."""
-        self._logs: dict[tuple[int, Criterion], float] = {}
-        """ln e against the version, of a step: kept, for only the last ones change."""
         self._suspicious: dict[Criterion, None] = {}
-        """Criteria with new events since the last verdict."""
+        """Criteria that may have another verdict than the last one."""
 
     # -- what an owner keeps for the next one ---------------------------------------------------------------
 
@@ -124,8 +134,10 @@ class Judge:
         self.bad_workers = list(progress.bad_workers)
         numbers = struct.unpack(f"<{len(progress.units) // 4}I", progress.units[: len(progress.units) // 4 * 4])
         self._units = OrderedDict.fromkeys(numbers)
+        self._warmed = Counter(
+            name for step in self.steps for name, its in step.workers.items() for _ in range(min(its.requests, WARM_UP))
+        )
         self.baseline.restore(progress.thresholds)
-        self._logs.clear()
         self._suspicious = dict.fromkeys(CRITERIA)
 
     def kept_units(self) -> bytes:
@@ -148,8 +160,12 @@ class Judge:
 
     def dispatched(self, request_id: str, worker: str, now_ms: int) -> None:
         """An attempt of it begins."""
-        if (watched := self.open.get(request_id)) is not None:
-            watched.worker, watched.dispatched_at_ms, watched.seen_at_ms, watched.tokens = worker, now_ms, now_ms, 0
+        if (watched := self.open.get(request_id)) is None:
+            return
+        watched.worker, watched.dispatched_at_ms, watched.seen_at_ms, watched.tokens = worker, now_ms, now_ms, 0
+        watched.cold = watched.arm != "stable" and self._warmed[worker] < WARM_UP
+        if watched.cold and (worker in self._warmed or len(self._warmed) < WORKERS_MAX):
+            self._warmed[worker] += 1
 
     def progressed(self, request_id: str, tokens: int, now_ms: int) -> None:
         """Its worker told of its tokens, over all choices."""
@@ -162,7 +178,9 @@ class Judge:
             self._bad(watched, "length")
 
     def pass_time(self, now_ms: int) -> None:
-        """What hangs is bad as soon as it is too late, whether it ever ends or not."""
+        """What hangs is bad as soon as it is too late, whether it ever ends or not. Labels are compared anew: the units
+        judged since the last look may have made the evidence stronger."""
+        self._suspicious = dict.fromkeys(CRITERIA)
         for watched in self.open.values():
             if not watched.dispatched_at_ms:
                 continue
@@ -196,14 +214,13 @@ class Judge:
         elif event.outcome == "completed":
             self._completed(watched, event, worker)
         if began_at_ms and (event.outcome == "completed" or _is_error(event)):
-            self._count(watched, worker)
+            self._judged(watched, worker)
 
     def _completed(self, watched: Watched, event: AttemptEvent, worker: str) -> None:
         measured = values(event)
         for key, value in measured.items():
             criterion, limit = criterion_of(key), self.baseline.threshold(key)
-            warming_up = criterion == "first_token" and self._is_new(watched, worker)
-            if limit is not None and value > limit and not warming_up:
+            if limit is not None and value > limit and not (criterion == "first_token" and watched.cold):
                 self._bad(watched, criterion, worker)
         nothing = event.completion_tokens <= event.choices and event.finish_reason != "length"
         if nothing and event.endpoint != "embeddings":
@@ -219,11 +236,6 @@ class Judge:
             del self._incidents[next(iter(self._incidents))]
         self._incidents[worker] = now_ms
         self._bad(watched, "errors", worker)
-
-    def _is_new(self, watched: Watched, worker: str) -> bool:
-        if watched.arm == "stable":
-            return False
-        return sum(step.workers[worker].requests for step in self.steps if worker in step.workers) < WARM_UP
 
     # -- counting -----------------------------------------------------------------------------------------
 
@@ -244,19 +256,20 @@ class Judge:
         canary = watched.arm != "stable"
         if (canary and worker in self.bad_workers) or not self._first_time(watched, criterion):
             return
+        self._judged(watched, worker)
         self.steps[watched.step].add_bad(criterion, canary=canary, worker=worker)
-        self._logs.pop((watched.step, criterion), None)
         self._suspicious[criterion] = None
 
-    def _count(self, watched: Watched, worker: str) -> None:
-        """One more unit of its version, that was served."""
-        step = self.steps[watched.step]
-        if watched.arm == "stable":
-            step.stable += 1
-        elif worker not in self.bad_workers:
+    def _judged(self, watched: Watched, worker: str) -> None:
+        """One more unit of its version of which is known how it went."""
+        step, canary = self.steps[watched.step], watched.arm != "stable"
+        if watched.judged or (canary and worker in self.bad_workers):
+            return
+        watched.judged = True
+        if canary:
             step.add_request(worker)
-            if not watched.shared or self._first_time(watched, "seen"):
-                step.canary += 1
+        if not watched.shared or self._first_time(watched, "seen"):
+            step.add_unit(canary=canary)
 
     # -- judging ------------------------------------------------------------------------------------------
 
@@ -278,10 +291,7 @@ class Judge:
 
     def log_against(self, criterion: Criterion) -> float:
         """ln e against the version, over all steps."""
-        for at, step in enumerate(self.steps):
-            if (at, criterion) not in self._logs:
-                self._logs[at, criterion] = step.log_against(criterion, RATIO_TOLERATED)
-        return sum(self._logs[at, criterion] for at in range(len(self.steps)))
+        return sum(step.log_against(criterion, RATIO_TOLERATED) for step in self.steps)
 
     def log_for(self, criterion: Criterion) -> float:
         """ln e' for the version, over all steps: it is not RATIO_REFUTED times as bad, or not RATE_TOLERATED."""
@@ -379,7 +389,6 @@ class Judge:
         """What it did counts for nothing from now on."""
         self.bad_workers = [*self.bad_workers, worker][-WORKERS_MAX:]
         self.steps = [step.without(worker) for step in self.steps]
-        self._logs.clear()
         self._suspicious = dict.fromkeys(CRITERIA)
 
     def _reason(self, criterion: Criterion) -> str:

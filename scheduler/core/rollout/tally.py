@@ -1,4 +1,11 @@
-"""What was counted in one step of a roll-out: units of both versions, the bad ones by criterion and by worker."""
+"""What was counted in one step of a roll-out: units of both versions, the bad ones by criterion and by worker.
+
+Of equally good versions a bad unit is the canary's with a probability that is its share of the units judged. That is
+the share that it was given, unless one side is heard of later, or less often: then it is what was found, where that
+speaks less loudly. (Of n bad ones among all that were judged, so many are the canary's by a hypergeometric
+distribution, which spreads less than the binomial one of the evidence: whatever the lag, the evidence of any one moment
+is no more than it says. Hoeffding, Probability inequalities for sums of bounded random variables, 1963, section 6.)
+"""
 
 from contracts.messages.rollouts import CRITERIA, Counted, Criterion, StepEvidence, WorkerEvidence
 from scheduler.core.rollout import evidence
@@ -25,7 +32,7 @@ class Tally:
     def __init__(self, share: float) -> None:
         self.share = share
         self.canary = 0
-        """Units of the new version that were answered, or should have been."""
+        """Units of the new version that were judged: served, or bad."""
         self.stable = 0
         self.bad: dict[Criterion, int] = dict.fromkeys(CRITERIA, 0)
         """Bad units of both versions."""
@@ -40,8 +47,15 @@ class Tally:
             if (its := self._worker(worker)) is not None:
                 its.events[criterion] = its.events.get(criterion, 0) + 1
 
+    def add_unit(self, *, canary: bool) -> None:
+        """One more unit was judged."""
+        if canary:
+            self.canary += 1
+        else:
+            self.stable += 1
+
     def add_request(self, worker: str) -> None:
-        """A request of the new version ended on a worker."""
+        """A request of the new version was judged on a worker."""
         if (its := self._worker(worker)) is not None:
             its.requests += 1
 
@@ -54,17 +68,25 @@ class Tally:
 
     def log_against(self, criterion: Criterion, ratio: float) -> float:
         """ln e against "at most ``ratio`` times as bad"; 0 where there is nothing to compare with."""
-        if not self.bad[criterion] or not 0 < self.share < 1:
+        share = max(self.share, self._judged_share)
+        if not self.bad[criterion] or not 0 < share < 1:
             return 0.0
-        theta0 = evidence.tolerated(self.share, ratio)
+        theta0 = evidence.tolerated(share, ratio)
         return evidence.log_against(self.bad_canary[criterion], self.bad[criterion], theta0)
 
     def log_for(self, criterion: Criterion, ratio: float) -> float:
         """ln e' against "at least ``ratio`` times as bad"; likewise."""
-        if not self.bad[criterion] or not 0 < self.share < 1:
+        share = min(self.share, self._judged_share)
+        if not self.bad[criterion] or not 0 < share < 1:
             return 0.0
-        theta0 = evidence.tolerated(self.share, ratio)
+        theta0 = evidence.tolerated(share, ratio)
         return evidence.log_for(self.bad_canary[criterion], self.bad[criterion], theta0)
+
+    @property
+    def _judged_share(self) -> float:
+        """The canary's share of the units judged, 0 to 1."""
+        judged = self.canary + self.stable
+        return self.canary / judged if judged else self.share
 
     def without(self, worker: str) -> "Tally":
         """The step as if the worker had had no part in it: the others' share of the units is smaller."""
