@@ -15,6 +15,7 @@ from contracts import topology
 from contracts.bus import Bus, BusError, WrongSequence
 from contracts.clock import SteadyClock
 from contracts.messages.base import Epoch
+from contracts.ticks import tick
 
 log = structlog.get_logger()
 
@@ -78,7 +79,7 @@ class Lease:
         ``moves`` says that it is given up does not.
         """
         while self.held:
-            await asyncio.sleep(self._renew_s)
+            await tick(self._renew_s)
             if self._surpassed:
                 return
             if not moves():

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
@@ -89,7 +89,7 @@ class Term:
         self._over = False
         self._finished = asyncio.Event()
         self._busy = asyncio.Event()
-        """There are requests."""
+        """There are requests, or time has passed without any."""
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
@@ -225,12 +225,13 @@ class Term:
                 continue  # Without it no time passes: nobody is lost meanwhile.
 
     async def _keep_time(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             if self.core.requests or self.core.recovering:
                 await asyncio.sleep(TIME_EVERY_S)
             else:
                 self._busy.clear()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(next_tick_s(TIME_IDLE_S, time.monotonic())):
-                        await self._busy.wait()
+                timer = loop.call_later(next_tick_s(TIME_IDLE_S, time.monotonic()), self._busy.set)
+                await self._busy.wait()
+                timer.cancel()
             self.feed(events.TimePassed())

@@ -1,6 +1,5 @@
 """Tells the scheduler what the engine's cache keeps, in small numbered messages; anew where one was missed."""
 
-import asyncio
 from collections.abc import Callable
 
 import structlog
@@ -9,9 +8,10 @@ from contracts import subjects
 from contracts.bus import Bus, BusError
 from contracts.messages.base import Codec
 from contracts.messages.control import CacheChange
+from contracts.ticks import tick
 from worker.engines.cached_blocks import CachedBlocks
 
-TELL_S = 0.2
+TELL_S = 0.25
 """Between two looks at what has changed: own dispatches are known to the scheduler before."""
 
 _log = structlog.get_logger()
@@ -43,7 +43,7 @@ class CacheTeller:
     async def run(self) -> None:
         """Tell until cancelled."""
         while True:
-            await asyncio.sleep(TELL_S)
+            await tick(TELL_S)
             worker, kept = self._worker(), self._kept()
             if kept is None or not worker or not self._bus.connected:
                 continue

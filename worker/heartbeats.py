@@ -7,7 +7,6 @@ is sent by the thread of the signs of life.
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 import structlog
 
@@ -67,15 +66,18 @@ class Heartbeats:
 
     async def run(self) -> None:
         """Send one each HEARTBEAT_S and when notified, until cancelled."""
+        loop = asyncio.get_running_loop()
         while True:
             self._notified.clear()
             begun = time.monotonic()
             await self._send()
-            pause_s = min(HEARTBEAT_S, max(BURST_S, BURST_COST * (time.monotonic() - begun)))
-            await asyncio.sleep(pause_s)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(next_tick_s(HEARTBEAT_S, time.monotonic())):
-                    await self._notified.wait()
+            sent = time.monotonic()
+            again = sent + min(HEARTBEAT_S, max(BURST_S, BURST_COST * (sent - begun)))
+            timer = loop.call_later(next_tick_s(HEARTBEAT_S, sent), self._notified.set)
+            await self._notified.wait()
+            timer.cancel()
+            if (early_s := again - time.monotonic()) > 0:
+                await asyncio.sleep(early_s)
 
     async def live(self, bus: Bus) -> None:
         """Send a pulse each HEARTBEAT_S, until cancelled; not while no work could arrive."""

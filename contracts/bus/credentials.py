@@ -5,6 +5,7 @@ Seeds stand in no setting and no address; nothing of a file's content is ever lo
 """
 
 import base64
+import os
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
@@ -102,7 +103,7 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
 def file_stamp(path: str) -> tuple[int, int, int]:
     """Differs when the file was replaced or written; zeros while it is away."""
     try:
-        status = Path(path).stat()
+        status = os.stat(path)
     except OSError:
         return (0, 0, 0)
     return (status.st_ino, status.st_mtime_ns, status.st_size)

@@ -7,6 +7,7 @@ and tests/bus/test_nats_client.py says in words which private part a new version
 """
 
 import asyncio
+import itertools
 import json
 import re
 import socket
@@ -42,6 +43,8 @@ LibraryError = nats.errors.Error
 WATCH_INTERVAL_S = 0.5
 """How often the client's own tasks are looked at."""
 TICKS_UNTIL_DEAD = 2
+CREDENTIALS_TICKS = 4
+"""Between two looks at the files of the credentials."""
 UNTAKEN_BYTES_MAX = 64 << 10
 """Written and not taken by the socket; what is more waits with us, and is dropped when the connection is lost."""
 _AT_ONCE = struct.pack("ii", 1, 0)
@@ -201,6 +204,23 @@ class Client(LibraryClient):
         self._pending = []
         self._pending_data_size = 0
 
+    async def _ping_interval(self) -> None:
+        """In the place of the library's: a server that has just sent something is not asked whether it lives."""
+        heard = -1
+        while True:
+            await tick(self.options["ping_interval"])
+            if not self.is_connected:
+                continue
+            if self._ps.heard != heard:
+                heard = self._ps.heard
+                self._pings_outstanding = 0
+                continue
+            self._pings_outstanding += 1
+            if self._pings_outstanding > self.options["max_outstanding_pings"]:
+                await self._process_op_err(nats.errors.StaleConnectionError())
+                return
+            await self._send_ping()
+
     async def watch(self, is_up: Callable[[], bool], is_closing: Callable[[], bool]) -> None:
         """Revive a connection whose tasks died or hang, until it is closed: it would stay "connected" and deaf for
         minutes, or for ever.
@@ -210,12 +230,14 @@ class Client(LibraryClient):
         the disconnect.
         """
         dead_ticks = hung_ticks = 0
-        while not self.is_closed:
+        for number in itertools.count():
             await tick(WATCH_INTERVAL_S)
+            if self.is_closed:
+                return
             if is_closing():
                 continue
             if self.is_connected:
-                if self._credentials.stamp() != self._stamp:
+                if number % CREDENTIALS_TICKS == 0 and self._credentials.stamp() != self._stamp:
                     log.info("bus_credentials_replaced")
                     self._stamp = self._credentials.stamp()
                     await self.force_reconnect()
@@ -228,7 +250,7 @@ class Client(LibraryClient):
             task = self._reconnection_task
             dead_ticks = dead_ticks + 1 if task is None or task.done() else 0
             hung_ticks = hung_ticks + 1 if is_up() else 0
-            if dead_ticks == TICKS_UNTIL_DEAD and not self.is_closed:
+            if dead_ticks == TICKS_UNTIL_DEAD:
                 dead_ticks = 0
                 self._status = LibraryClient.CONNECTED  # else nothing is reconnected
                 await self._revive("the reconnect died")
@@ -248,11 +270,14 @@ class _Parser:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._reader = wire.Reader(client.hand_on)
+        self.heard = 0
+        """How often something came."""
         self.reset = self._reader.reset
 
     async def parse(self, data: bytes = b"") -> None:
         """What came in, taken apart; raises the library's ProtocolError."""
         client = self._client
+        self.heard += 1
         try:
             lines = self._reader.feed(data)
         except wire.Malformed as error:

@@ -15,10 +15,10 @@ from contracts.bus.types import BusError, Handler, Incoming, Unavailable
 HEARTBEAT_S = 0.5
 """Of an idle consumer, by which the loss of a server other than ours is noticed: with the library's 5 s a watch resumed
 after 19.7 s (measured). The loss of ours shows by the connection."""
-HEARTBEAT_ALONE_S = 5.0
+HEARTBEAT_ALONE_S = 10.0
 """Of one on a server that is alone: then a consumer ends with the connection, or somebody has deleted it."""
-SILENT_BEATS = 3
-"""Without a message or heartbeat for so many periods the consumer is gone."""
+SILENT_S, SILENT_ALONE_S = 1.5, 15.0
+"""Without a message or heartbeat for so long the consumer is gone."""
 INACTIVE_S = 10.0
 """When the server drops a consumer whose reader vanished without deleting it."""
 
@@ -61,7 +61,7 @@ class OrderedConsumer:
         self._created_ns = 0
         self._consumer = ""
         self._consumer_seq = 0
-        self._heartbeat_s = HEARTBEAT_S
+        self._silent_s = SILENT_S
         self._current = False
         self._inbox: Subscription | None = None
         self._arrived: deque[Incoming] = deque()
@@ -115,7 +115,8 @@ class OrderedConsumer:
         inbox = self._session.new_inbox()
         self._inbox = await self._session.listen(inbox, receive)
         self._consumer = inbox.rpartition(".")[2]
-        self._heartbeat_s = HEARTBEAT_ALONE_S if self._session.server_alone else HEARTBEAT_S
+        alone = self._session.server_alone
+        heartbeat_s, self._silent_s = (HEARTBEAT_ALONE_S, SILENT_ALONE_S) if alone else (HEARTBEAT_S, SILENT_S)
         config = {
             "name": self._consumer,
             "deliver_subject": inbox,
@@ -124,7 +125,7 @@ class OrderedConsumer:
             "max_deliver": 1,
             "replay_policy": "instant",
             "flow_control": True,
-            "idle_heartbeat": int(self._heartbeat_s * 1e9),
+            "idle_heartbeat": int(heartbeat_s * 1e9),
             "inactive_threshold": int(INACTIVE_S * 1e9),
             "num_replicas": 1,
             "mem_storage": True,
@@ -161,7 +162,7 @@ class OrderedConsumer:
                     continue
                 self._wake.clear()
                 try:
-                    async with asyncio.timeout(SILENT_BEATS * self._heartbeat_s):
+                    async with asyncio.timeout(self._silent_s):
                         await self._wake.wait()
                 except TimeoutError:
                     self._break("no heartbeat")

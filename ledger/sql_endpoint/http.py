@@ -56,10 +56,28 @@ _HEADERS = {"X-ClickHouse-Server-Display-Name": "headrace", "X-ClickHouse-Timezo
 
 
 class _Server(uvicorn.Server):
+    """``awake`` is set when a connection comes, or the server is to end: without either it never wakes."""
+
+    def __init__(self, config: uvicorn.Config, awake: asyncio.Event) -> None:
+        super().__init__(config)
+        self._awake = awake
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def end(self) -> None:
+        """From another thread."""
+        self.should_exit = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._awake.set)
+
     async def main_loop(self) -> None:
-        """As often as the date of answers asks for, not ten times a second."""
+        """As often as the date of answers asks for, and only while there may be one."""
+        self._loop = asyncio.get_running_loop()
         while not await self.on_tick(0):
-            await tick(0.5)
+            if self.server_state.connections:
+                await tick(0.5)
+            else:
+                self._awake.clear()
+                await self._awake.wait()
 
 
 class SqlEndpoint:
@@ -84,10 +102,11 @@ class SqlEndpoint:
         )
         logging.getLogger("uvicorn").setLevel(logging.ERROR)  # a warning for each malformed request would fill the disk
         self._log_at_s = 0.0
+        awake = asyncio.Event()
         self._server = _Server(
             uvicorn.Config(
                 application,
-                http=cast(Any, functools.partial(_Protocol, places=Connections[_Protocol]())),
+                http=cast(Any, functools.partial(_Protocol, places=Connections[_Protocol](), awake=awake)),
                 h11_max_incomplete_event_size=HEAD_BYTES_MAX,
                 ws="none",
                 lifespan="off",
@@ -97,7 +116,8 @@ class SqlEndpoint:
                 server_header=False,
                 timeout_keep_alive=int(IDLE_S),
                 timeout_graceful_shutdown=2 * GRACE_S,
-            )
+            ),
+            awake,
         )
 
     @property
@@ -118,7 +138,7 @@ class SqlEndpoint:
 
     def close(self) -> None:
         """No query runs afterwards."""
-        self._server.should_exit = True
+        self._server.end()
         self._sessions.close(GRACE_S)
         if self._thread is not None:
             self._thread.join()
@@ -249,8 +269,9 @@ class _Protocol(H11Protocol):
     to STRANGER_BYTES_MAX and ends after STRANGER_S. Only callbacks of asyncio are overridden, nothing of uvicorn's own.
     """
 
-    def __init__(self, *arguments: Any, places: Connections["_Protocol"], **named: Any) -> None:
+    def __init__(self, *arguments: Any, places: Connections["_Protocol"], awake: asyncio.Event, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        self._awake = awake
         self.app_state = {**self.app_state, "connection": self}
         self._places = places
         self._stranger = True
@@ -275,6 +296,7 @@ class _Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
+        self._awake.set()
         self._timer = self.loop.call_later(STRANGER_S, transport.abort)
         other = self._places.opened(self, self.client[0] if self.client else "")
         if other is not None:

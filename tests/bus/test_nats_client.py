@@ -53,6 +53,9 @@ PRIVATE = {
     "_connect_command": ("overridden, so that nothing secret goes over a connection without TLS", inspect.ismethod),
     "_process_err": ("overridden, so that a user who is refused once may come back", inspect.ismethod),
     "_process_op_err": ("begins a reconnect", inspect.ismethod),
+    "_ping_interval": ("overridden, so that a server that is heard is not asked whether it lives", inspect.ismethod),
+    "_pings_outstanding": ("pings without an answer", lambda v: isinstance(v, int)),
+    "_send_ping": ("asks the server whether it lives", inspect.ismethod),
     "_server_info": ("what the server said first: whether it speaks TLS", lambda v: "version" in v),
     "_signature_cb": ("signs the challenge, called before _public_nkey is read", lambda v: v is None),
     "_public_nkey": ("the user's public key, sent beside the signature", lambda v: v is None),
@@ -83,6 +86,7 @@ async def test_a_connected_client_has_the_private_parts_that_are_used(name: str,
         ("_connect_to_server", ["self", "s"]),
         ("_connect_command", ["self"]),
         ("_process_err", ["self", "err_msg"]),
+        ("_ping_interval", ["self"]),
     ],
 )
 def test_overridden_methods_are_called_as_they_were(name: str, parameters: list[str]) -> None:
@@ -90,6 +94,29 @@ def test_overridden_methods_are_called_as_they_were(name: str, parameters: list[
     assert found == parameters, f"nats-py's {name} takes {found} now, and ours {parameters}"
     source = inspect.getsource(LibraryClient) + inspect.getsource(LibrarySubscription)
     assert f".{name}(" in source, f"nats-py does not call {name} any more: ours has no effect"
+
+
+async def test_a_server_that_is_heard_is_not_pinged_and_a_silent_one_is_given_up(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = (await connect()).session._client
+    done: list[str] = []
+    heard = iter([1, 2, 3, 3, 3, 3])
+
+    async def tick(seconds: float) -> None:
+        client._ps.heard = next(heard)
+
+    async def send_ping() -> None:
+        done.append("ping")
+
+    async def lost(error: Exception) -> None:
+        done.append(type(error).__name__)
+
+    monkeypatch.setattr(nats_client, "tick", tick)
+    monkeypatch.setattr(client, "_send_ping", send_ping)
+    monkeypatch.setattr(client, "_process_op_err", lost)
+    await client._ping_interval()
+    assert done == ["ping", "ping", "StaleConnectionError"]
 
 
 async def test_received_messages_are_built_by_our_method(bus: Bus) -> None:
