@@ -426,7 +426,7 @@ class Pool:
                 cached_tokens=max(0, job.cached),
                 completion_tokens=given,
                 spent_input_tokens=envelope.prompt_tokens,
-                first_token_at_ms=int(job.first_ms),
+                first_token_at_ms=int(job.first_ms) if given else 0,
                 ended_at_ms=int(self.fleet.now_ms),
             )
         )
@@ -452,11 +452,22 @@ class Pool:
         now_ms = self.fleet.now_ms
         for machine in list(self.machines.values()):
             if machine.alive:
+                self._end_late(machine)
                 self._feed(events.WorkerSeen(self._heartbeat(machine, now_ms)))
         self._feed(events.LoopbackSeen(int(now_ms)))
         self._feed(events.TimePassed())
         self._look_for_settled()
         self.fleet.at(now_ms + self.fleet.scenario.heartbeat_ms, self._beat)
+
+    def _end_late(self, machine: Machine) -> None:
+        """Those whose deadline has passed without a token, as a worker does."""
+        now_ms, itl_ms = self.fleet.now_ms, machine.timing.itl_ms
+        for job in [*machine.running.values(), *machine.waiting]:
+            envelope = self._envelopes.get(job.key[0])
+            if envelope is not None and envelope.deadline_at_ms <= now_ms and not job.tokens_at(now_ms, itl_ms):
+                machine.remove(job.key, now_ms)
+                self._plan_ends(machine)
+                self._ended_at(machine, job, "expired")
 
     def _heartbeat(self, machine: Machine, now_ms: float) -> WorkerHeartbeat:
         timing = machine.timing

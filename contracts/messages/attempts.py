@@ -58,9 +58,9 @@ class AttemptEvent(RequestFacts, frozen=True, kw_only=True):
     reserved_tokens: int = 0
     """What admission had reserved (contracts.tokens): all prompts, and the maximum output of all choices."""
     spent_input_tokens: int = 0
-    """Prompt tokens that stay spent in the tenant's limits, and with them ``completion_tokens``: of what completed, and
-    of what its caller ended after it was dispatched, before its first token too. 0: nothing is kept. What is billed is
-    another question (``billable``)."""
+    """Prompt tokens that stay spent in the tenant's limits, and with them ``completion_tokens``: of what completed, of
+    what its caller ended after it was dispatched, before its first token too, and of what its engine had begun when its
+    deadline passed. 0: nothing is kept. What is billed is another question (``billable``)."""
     last_seq: int = -1
     """Number of the attempt's last frame, the closing one included."""
     admitted_at_ms: int = 0

@@ -101,7 +101,7 @@ _FAILURES: dict[Outcome, tuple[str, str]] = {
     "cancelled": ("cancelled", "The request was cancelled."),
     "failed": ("engine_error", "The engine failed while it ran this request."),
     "lost": ("worker_lost", "The worker that ran this request was lost."),
-    "expired": ("deadline_exceeded", "The request's deadline passed before it ran."),
+    "expired": ("deadline_exceeded", "The request's deadline passed before its first token."),
 }
 """By outcome: how the stream of an ended request fails when some of its frames cannot be had."""
 

@@ -4,6 +4,8 @@ Checking charges nothing; a request is charged only when all of it fits. What wa
 bounds are. Which requests exist, and in what order they run, others decide.
 """
 
+import math
+
 from contracts import instants
 from contracts.errors import HeadraceError
 from contracts.messages.admission import DEADLINE_MS_MAX, AdmissionRequest
@@ -11,6 +13,7 @@ from contracts.messages.records import ModelRecord, Spending, TenantLimits, Tena
 from contracts.tokens import Cost, reserved
 from scheduler.core.budgets import Budgets
 from scheduler.core.fair_queue import FairQueue
+from scheduler.core.prompts import Expected
 from scheduler.core.quotas import Quota, seconds
 from scheduler.core.request import Request
 from scheduler.core.retry_reservations import RetryReservations
@@ -24,6 +27,7 @@ PREDICTION_MARGIN = 1.1
 
 UNKNOWN = TenantRecord(name="")
 """Of every tenant that the registry has not told of."""
+UNMEASURED = Expected()
 
 
 class AdmissionControl:
@@ -37,8 +41,9 @@ class AdmissionControl:
         self.throughput = ThroughputEstimate(now_ms)
         self.retry_reservations = RetryReservations()
         self.waiting = 0
-        """Admitted requests that no worker has, and the tokens that they reserve."""
+        """Admitted requests that no worker has, the tokens that they reserve, and those of prompts among them."""
         self.waiting_tokens = 0
+        self.waiting_input_tokens = 0
         self.reserved_tokens = 0
         """Of all open requests."""
         self.body_bytes = 0
@@ -67,10 +72,13 @@ class AdmissionControl:
             quota = self.quotas[tenant] = Quota(self._limits_of(self.tenant(tenant)), now_ms)
         return quota
 
-    def check(self, asked: AdmissionRequest, now_ms: int, *, has_room: bool, start_ms: int = 0) -> int:
+    def check(
+        self, asked: AdmissionRequest, now_ms: int, *, has_room: bool, start_ms: int = 0, prompt: Expected = UNMEASURED
+    ) -> int:
         """Milliseconds to the first token that the request is promised; raises HeadraceError and charges nothing.
 
-        ``has_room``: a worker could start something now. ``start_ms``: until the first worker is there.
+        ``has_room``: a worker could start something now. ``start_ms``: until the first worker is there. ``prompt``:
+        what is expected of its own.
         """
         if self.record.removed:
             raise HeadraceError("model_not_found", f"The model {asked.model!r} was removed.", param="model")
@@ -84,11 +92,17 @@ class AdmissionControl:
             )
         self._check_budget(tenant, quota, now_ms)
         quota.check(cost, now_ms, self.throughput.turnover_ms(quota.open))
-        wait_ms = start_ms
+        wait_ms = start_ms + prompt.first_token_ms
         if self.waiting or not has_room:
-            wait_ms += self._predicted_wait_ms(asked.tenant, quota, cost, now_ms)
+            wait_ms += self._predicted_wait_ms(asked.tenant, quota, cost, now_ms, prompt.per_ms)
         self._check_queue(quota, cost.total, wait_ms)
         self._check_bodies(quota, asked.body_bytes)
+        if prompt.alone_ms > deadline_ms:
+            raise HeadraceError(
+                "deadline_exceeded",
+                f"To compute the prompt takes about {prompt.alone_ms} ms, and its first token should come within "
+                f"{deadline_ms} ms: ask for a longer deadline (X-Headrace-Deadline-Ms, or deadline_ms over the bus).",
+            )
         if wait_ms > deadline_ms:
             room_in_s = seconds(wait_ms - deadline_ms)
             if room_in_s <= RETRY_AFTER_S_MAX:  # the line is no longer than that, or its end would run away
@@ -124,6 +138,7 @@ class AdmissionControl:
         quota.waiting_tokens += tokens
         self.waiting += 1
         self.waiting_tokens += tokens
+        self.waiting_input_tokens += request.cost.input_tokens
         self.reserved_tokens += tokens
         self.budgets.touch(request.tenant)
         self._count_body(request, 1, now_ms)
@@ -150,6 +165,7 @@ class AdmissionControl:
         quota.waiting_tokens += tokens
         self.waiting += sign
         self.waiting_tokens += tokens
+        self.waiting_input_tokens += sign * request.cost.input_tokens
 
     def _count_body(self, request: Request, sign: int, now_ms: int) -> None:
         body_bytes = sign * request.envelope.body_bytes
@@ -223,8 +239,9 @@ class AdmissionControl:
                 retry_after_s=seconds(self.throughput.turnover_ms(sum(each.open for each in self.quotas.values()))),
             )
 
-    def _predicted_wait_ms(self, tenant: str, quota: Quota, cost: Cost, now_ms: int) -> int:
-        """Expected time to dispatch: the work that goes first over the estimated throughput; 0 while that is unknown.
+    def _predicted_wait_ms(self, tenant: str, quota: Quota, cost: Cost, now_ms: int, prompts_per_ms: float) -> int:
+        """Expected time to dispatch: the work that goes first over the estimated throughput, or the prompts of it over
+        the speed of all workers, whichever takes longer; 0 while both are unknown.
 
         The tenant's own queue is worked off at its share of the throughput, once the others have caught up with what
         it was served before them; nobody waits longer than for all that is queued. Who was not told to come back by
@@ -240,5 +257,9 @@ class AdmissionControl:
         total = self.waiting_tokens + retries + cost.total
         own = (quota.waiting_tokens + own_retries + cost.total) / weight
         fair = (own + self._queue.lead(tenant)) * weights
-        running = self.reserved_tokens - self.waiting_tokens
-        return self.throughput.wait_ms(PREDICTION_MARGIN * min(float(total), fair), running)
+        before = PREDICTION_MARGIN * min(float(total), fair)
+        wait_ms = self.throughput.wait_ms(before, self.reserved_tokens - self.waiting_tokens)
+        if prompts_per_ms:
+            prompts = (self.waiting_input_tokens + cost.input_tokens) / (self.waiting_tokens + cost.total)
+            wait_ms = max(wait_ms, math.ceil(before * prompts / prompts_per_ms))
+        return wait_ms

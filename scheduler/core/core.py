@@ -132,7 +132,11 @@ class Core(Lifecycle):
             self._check_workers()
             version, arm = self.versions.assign(asked)
             deadline_ms = self.admission.check(
-                asked, self.now_ms, has_room=self.pool.has_room(version), start_ms=self._worker_start_ms()
+                asked,
+                self.now_ms,
+                has_room=self.pool.has_room(version),
+                start_ms=self._worker_start_ms(),
+                prompt=self.pool.expected(asked.prompt_tokens, self.replicas.means.uncached, version, self.now_ms),
             )
         except HeadraceError as error:
             self.refusals[error.code] = self.refusals.get(error.code, 0) + 1
@@ -419,7 +423,7 @@ class Core(Lifecycle):
             if progress.completion_tokens >= request.suspect_tokens:
                 worker.suspects.discard(request.id)
             if progress.completion_tokens > 0 and request.state in (State.DISPATCHING, State.DISPATCHED):
-                self.pool.placement.prefilled(request.id, worker.load)
+                self.pool.placement.prefilled(request, worker.load, self.now_ms)
                 request.advance(Trigger.GENERATING, self.now_ms)
         if beat.epoch >= self.epoch:
             self._drop_unstarted(worker)

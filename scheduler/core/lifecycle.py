@@ -31,7 +31,7 @@ from scheduler.core.stream_owners import StreamOwners
 from scheduler.core.tombstones import Tombstones
 from scheduler.core.transitions import WAITING, WITH_WORKER, State, Trigger
 from scheduler.core.versions import Versions
-from scheduler.core.worker_pool import Worker, WorkerPool, lane
+from scheduler.core.worker_pool import TooLate, Worker, WorkerPool, lane
 
 UNHEARD = ""
 """In the place of the readers who joined a request under an earlier owner, until they have had time to say so again."""
@@ -188,10 +188,13 @@ class Lifecycle:
         return lane(request, suspect=self.accused.of(request.envelope).suspect)
 
     def place(self, request: Request) -> Worker | None:
-        """The worker that takes it now, or None. Copies of a suspect run on so few workers that three die at most."""
+        """The worker that takes it now, or None; raises TooLate as the pool does.
+
+        Copies of a suspect run on so few workers that three die at most.
+        """
         body = self.accused.of(request.envelope)
         if not body.suspect:
-            return self.pool.place(request)
+            return self.pool.place(request, self.now_ms)
         key = body_key(request.envelope)
         holders = {name for name, worker in self.pool.workers.items() if key in worker.bodies.values()}
 
@@ -200,7 +203,7 @@ class Lifecycle:
             exposed = len(holders | {worker.beat.worker})
             return body.deaths + exposed <= ENGINES_MAX and may_share(body, beside)
 
-        return self.pool.place(request, may_hold)
+        return self.pool.place(request, self.now_ms, may_hold)
 
     def dispatch(self) -> None:
         """Place what waits, in fair order, while a worker has room."""
@@ -225,7 +228,11 @@ class Lifecycle:
         if body.condemned:
             self.end_waiting(request, "failed", "request_quarantined", outcomes.quarantined(request.id, body))
             return True
-        worker = self.place(request)
+        try:
+            worker = self.place(request)
+        except TooLate:
+            self.expire(request)
+            return True
         if worker is None:
             if not body.suspect:
                 self.pool.reserve_worker(request, self.now_ms - queued.since_ms)
@@ -283,7 +290,7 @@ class Lifecycle:
         request.end_asked = False
         request.adopted = False
         request.suspect_tokens = suspect_tokens
-        self.pool.assign(worker, request)
+        self.pool.assign(worker, request, self.now_ms)
         self.versions.dispatched(request)
 
     def ack_request(self, request: Request) -> None:
@@ -323,9 +330,10 @@ class Lifecycle:
             self.propose_end(request, outcome, code, message)
 
     def expire(self, request: Request) -> None:
-        """Its deadline has passed while it waits."""
+        """Its deadline has passed while it waits, or would before a worker gave its first token."""
         waited = self.now_ms - request.envelope.admitted_at_ms
-        message = f"No first token within the deadline; waited {waited} ms."
+        late = "No first token" if self.now_ms >= request.envelope.deadline_at_ms else "No first token is expected"
+        message = f"{late} within the deadline; waited {waited} ms."
         self.end_waiting(request, "expired", "deadline_exceeded", message)
 
     def open(self) -> None:
@@ -416,7 +424,7 @@ class Lifecycle:
         """
         worker = self.pool.workers.get(request.worker)
         if worker is not None:
-            self.pool.release(request, worker, event)
+            self.pool.release(request, worker, event, self.now_ms)
         if not request.dispatched_at_ms:
             return  # Ended without ever running.
         self.queue.settle(request.tenant, request.charged, outcomes.served(event) if event is not None else 0)

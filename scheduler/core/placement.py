@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from contracts.messages.attempts import AttemptEvent
 from contracts.prefix import COVERED
 from scheduler.core.prefix_index import Cache, PrefixIndex
+from scheduler.core.prompts import Prompts
 from scheduler.core.request import Request
 
 WHEN_FULL = 4
@@ -37,16 +38,14 @@ class Expected(NamedTuple):
 class WorkerLoad:
     """What was placed on a worker and has not ended, and what it holds."""
 
-    __slots__ = ("attempts", "cache", "count", "prefilling", "prefilling_tokens")
+    __slots__ = ("attempts", "cache", "count", "prompts")
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
         self.attempts: dict[str, Expected] = {}
         """By request id; ``count`` of them."""
         self.count = 0
-        self.prefilling: dict[str, int] = {}
-        """Tokens left to compute by request, of those of which no token is known; in order."""
-        self.prefilling_tokens = 0
+        self.prompts = Prompts()
 
 
 class Candidate(Protocol):
@@ -87,8 +86,7 @@ class Placement:
         """One of the candidates; None if there are none. Of equal ones that with less reserved."""
         if len(candidates) < 2:
             return candidates[0] if candidates else None
-        prompt = request.envelope.prompt_tokens
-        runs = [(bits, prompt - COVERED[keys]) for bits, keys in self.index.runs(request.prefix)]
+        prompt, runs = self._uncached(request)
         most = 1 + CROWDED * sum([each.load.count for each in candidates]) / len(candidates)
         best, least = candidates[0], math.inf
         for each in candidates:
@@ -100,39 +98,56 @@ class Placement:
                     break
             if cache.blocks >= cache.full_at:
                 uncached *= WHEN_FULL
-            cost: float = (load.prefilling_tokens + uncached) * (count + 1)
+            cost: float = (load.prompts.tokens + uncached) * (count + 1)
             if count > most:
                 cost += LAST_RESORT
             if cost < least or (cost == least and each.kv_reserved < best.kv_reserved):
                 best, least = each, cost
         return best
 
-    def placed(self, request: Request, load: WorkerLoad, kv_tokens: int) -> None:
+    def in_time(self, request: Request, candidates: Sequence[C], now_ms: int) -> Sequence[C]:
+        """Those where its first token is expected by its deadline."""
+        prompt, left_ms = request.envelope.prompt_tokens, request.envelope.deadline_at_ms - now_ms
+        if all(each.load.prompts.first_token_ms(prompt, now_ms) <= left_ms for each in candidates):
+            return candidates
+        prompt, runs = self._uncached(request)
+
+        def uncached(load: WorkerLoad) -> int:
+            return next((left for bits, left in runs if bits & load.cache.bit), prompt)
+
+        return [it for it in candidates if it.load.prompts.first_token_ms(uncached(it.load), now_ms) <= left_ms]
+
+    def _uncached(self, request: Request) -> tuple[int, list[tuple[int, int]]]:
+        """The prompt's tokens, and those that are left to compute for the workers of each set of bits; least first."""
+        prompt = request.envelope.prompt_tokens
+        return prompt, [(bits, prompt - COVERED[keys]) for bits, keys in self.index.runs(request.prefix)]
+
+    def placed(self, request: Request, load: WorkerLoad, kv_tokens: int, now_ms: int) -> None:
         """An attempt of the request runs there from now on."""
-        self.prefilled(request.id, load)
+        load.prompts.left(request.id, now_ms, computed=False)
         index, cache, keys = self.index, load.cache, request.prefix
         held = first = last = own = 0
         if keys:
             held = cache.held_of(keys)
         if held:
             first, last = cache.used_at(keys[0]), cache.used_at(keys[held - 1])
-            if load.prefilling:
-                unsure = load.attempts[next(iter(load.prefilling))].used_at
+            if load.prompts:
+                unsure = load.attempts[load.prompts.first].used_at
                 first, last = first if first < unsure else 0, last if last < unsure else 0
         if keys:
             own = index.use(cache, keys, kv_tokens)
         load.attempts[request.id] = Expected(COVERED[held], own, first, last)
         load.count = len(load.attempts)
-        load.prefilling[request.id] = left = request.envelope.prompt_tokens - COVERED[held]
-        load.prefilling_tokens += left
+        load.prompts.came(request.id, request.envelope.prompt_tokens - COVERED[held], now_ms)
 
-    def prefilled(self, request_id: str, load: WorkerLoad) -> None:
-        """The first token of the request's attempt is known of."""
-        load.prefilling_tokens -= load.prefilling.pop(request_id, 0)
+    def prefilled(self, request: Request, load: WorkerLoad, now_ms: int) -> None:
+        """The first token of the request's attempt is known of. When that of an adopted one came nobody knows."""
+        load.prompts.left(request.id, now_ms, computed=not request.adopted)
 
-    def ended(self, request: Request, load: WorkerLoad, event: AttemptEvent | None) -> None:
+    def ended(self, request: Request, load: WorkerLoad, event: AttemptEvent | None, now_ms: int) -> None:
         """The request's attempt ended; where the cache held less than was expected, the index is corrected."""
-        self.prefilled(request.id, load)
+        computed = event is not None and event.first_token_at_ms > 0 and not request.adopted
+        load.prompts.left(request.id, now_ms, computed=computed)
         expected = load.attempts.pop(request.id, None)
         load.count = len(load.attempts)
         if expected is None:

@@ -18,11 +18,16 @@ from contracts.messages.base import Epoch
 from contracts.messages.control import CacheChange, Progress, WorkerHeartbeat, WorkerPulse
 from scheduler.core.accused import BodyKey, body_key
 from scheduler.core.placement import Placement, WorkerLoad
+from scheduler.core.prompts import Expected, expected
 from scheduler.core.request import Request, numbers_of
 from scheduler.core.settings import Settings
 
 EVICTED_MAX = 4096
 """Names of lost workers that are remembered: hours of the worst flapping. A guess."""
+
+
+class TooLate(Exception):
+    """A request could be placed now, and its first token would come after its deadline wherever that was."""
 
 
 class Load(NamedTuple):
@@ -247,13 +252,19 @@ class WorkerPool:
         return any(worker.beat.epoch < self._epoch for worker in self.workers.values())
 
     def has_room(self, version: str = "") -> bool:
-        """Whether some worker has a free slot; one of that version, if one is named."""
+        """Whether some worker has a free slot and not prompts enough; one of that version, if one is named."""
         return any(
             self.usable(worker)
             and worker.slots_reserved < worker.beat.slots
+            and not worker.load.prompts.enough
             and (not version or worker.beat.version == version)
             for worker in self.workers.values()
         )
+
+    def expected(self, tokens: int, uncached: float, version: str, now_ms: int) -> Expected:
+        """When one more prompt would have its first token; ``uncached``: share of all that is to be computed."""
+        able = [it for it in self.workers.values() if self.usable(it) and (not version or it.beat.version == version)]
+        return expected(tokens, uncached, [worker.load.prompts for worker in able], now_ms)
 
     def slots(self, version: str) -> int:
         """Of the version's workers that take work now."""
@@ -263,9 +274,13 @@ class WorkerPool:
         """Of all versions."""
         return sum(worker.slots_reserved for worker in self.workers.values())
 
-    def place(self, request: Request, may_hold: Callable[[Worker], bool] | None = None) -> Worker | None:
-        """The worker that takes the request now, of those that can and that ``may_hold`` it; or None."""
-        choices, tokens, able = request.envelope.choices, request.cost.total, self._willing(request)
+    def place(self, request: Request, now_ms: int, may_hold: Callable[[Worker], bool] | None = None) -> Worker | None:
+        """The worker that takes the request now, of those that can and that ``may_hold`` it; or None.
+
+        Raises TooLate when on none of them its first token would come by its deadline.
+        """
+        choices, tokens = request.envelope.choices, request.cost.total
+        able = [worker for worker in self._willing(request) if not worker.load.prompts.enough]
         if self._reserved_for:
             able = [w for w in able if self._reserved_for.get(w.beat.worker, request.id) == request.id]
         if may_hold is not None:
@@ -278,7 +293,10 @@ class WorkerPool:
             if w.slots_reserved + min(choices, w.slots) <= w.slots
             and w.kv_reserved + min(tokens, w.kv_limit) <= w.kv_limit
         ]
-        return self.placement.choose(request, fitting)
+        in_time = self.placement.in_time(request, fitting, now_ms)
+        if fitting and not in_time:
+            raise TooLate
+        return self.placement.choose(request, in_time)
 
     def _willing(self, request: Request) -> list[Worker]:
         """Those that may run it. One that gave it back only when there is no other, and once it was heard since."""
@@ -292,18 +310,18 @@ class WorkerPool:
         others = [worker for worker in able if worker.beat.worker not in given_back]
         return others or [worker for worker in able if worker.heard_at_beat > given_back[worker.beat.worker]]
 
-    def assign(self, worker: Worker, request: Request) -> None:
+    def assign(self, worker: Worker, request: Request, now_ms: int) -> None:
         """Take up room for the request's attempt."""
         worker.reserve(request.id, self._load(worker, request.envelope.choices, request.cost.total))
         worker.bodies[request.id] = body_key(request.envelope)
         if request.suspect_tokens:
             worker.suspects.add(request.id)
-        self.placement.placed(request, worker.load, worker.beat.kv_tokens)
+        self.placement.placed(request, worker.load, worker.beat.kv_tokens, now_ms)
 
-    def release(self, request: Request, worker: Worker, event: AttemptEvent | None) -> None:
+    def release(self, request: Request, worker: Worker, event: AttemptEvent | None, now_ms: int) -> None:
         """The request's attempt no longer runs there; ``event``: how it ended, if that is known."""
         worker.release(request.id)
-        self.placement.ended(request, worker.load, event)
+        self.placement.ended(request, worker.load, event, now_ms)
 
     def reserve_worker(self, request: Request, waited_ms: int) -> None:
         """A request that fits nobody now: after the starvation timeout a worker is reserved for it."""
@@ -317,6 +335,7 @@ class WorkerPool:
             and (not version or worker.beat.version == version)
             and worker.beat.worker not in self._reserved_for
             and worker.slots_reserved < worker.beat.slots  # Else nothing fits, and it is only not this one's turn.
+            and not worker.load.prompts.enough
         ]
         if free:
             chosen = min(free, key=lambda worker: worker.kv_reserved / max(1, worker.kv_limit))

@@ -218,14 +218,14 @@ def cost(workers: int = 64, blocks: int = 1_000_000, requests: int = 2_000) -> N
     gc.collect()
     began = time.process_time()  # Seldom: on some machines a look at the clock takes longer than a choice.
     for request in asked:
-        pool.place(request)
+        pool.place(request, 0)
     chosen = time.process_time()
     for request in asked:
-        worker = pool.place(request)
+        worker = pool.place(request, 0)
         assert worker is not None
-        pool.assign(worker, request)
-        pool.placement.prefilled(request.id, worker.load)
-        pool.release(request, worker, END)
+        pool.assign(worker, request, 0)
+        pool.placement.prefilled(request, worker.load, 0)
+        pool.release(request, worker, END, 0)
     ended = time.process_time()
     print(
         f"{workers} workers, {held:,} blocks by {len(index):,} keys in {size:.0f} MiB; microseconds of CPU a request:"

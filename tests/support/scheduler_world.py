@@ -37,6 +37,7 @@ from scheduler.core.core import Core
 from scheduler.core.fair_queue import SCAN_PER_TENANT
 from scheduler.core.settings import Settings
 from scheduler.core.transitions import State
+from scheduler.core.worker_pool import TooLate
 from tests.support.token_ledger import TokenLedger
 
 EPOCH = Epoch(1, 7)
@@ -278,7 +279,10 @@ class World:
         lanes = Counter(core.lane(request) for request in queued)
         for request in queued:
             if lanes[core.lane(request)] <= SCAN_PER_TENANT:
-                placed = core.place(request)
+                try:
+                    placed = core.place(request)
+                except TooLate:
+                    continue
                 assert placed is None, f"{request.id} waits although it fits {placed.beat.worker}"
 
     def as_pulled(self, core: Core, event: AttemptEvent) -> AttemptEvent:

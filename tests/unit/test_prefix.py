@@ -64,9 +64,9 @@ class Pool:
         return self.pool.seen(beat)[0]
 
     def send(self, asked: Request) -> str:
-        worker = self.pool.place(asked)
+        worker = self.pool.place(asked, 0)
         assert worker is not None
-        self.pool.assign(worker, asked)
+        self.pool.assign(worker, asked, 0)
         return worker.beat.worker
 
     def end(self, asked: Request, worker: str, cached: int, *, first_token: bool = True) -> None:
@@ -81,7 +81,7 @@ class Pool:
             cached_tokens=cached,
             first_token_at_ms=int(first_token),
         )
-        self.pool.release(asked, self.pool.workers[worker], event)
+        self.pool.release(asked, self.pool.workers[worker], event, 0)
 
     def serve(self, tokens: list[int], cached: int | None = None) -> str:
         """It ends before anything else comes; ``cached``: what the engine found, else what was expected."""
@@ -190,7 +190,7 @@ def test_siblings_of_a_burst_meet_and_a_hot_prefix_spreads() -> None:
     sent = [pool.send(request([*SYSTEM, number], f"r{number}")) for number in range(40)]
     counts = [sent.count(f"w{number}") for number in range(4)]
     assert max(counts) <= 1.25 * 10 + 1, counts
-    computed = sum(worker.load.prefilling_tokens for worker in pool.pool.workers.values())
+    computed = sum(worker.load.prompts.tokens for worker in pool.pool.workers.values())
     assert computed == 4 * 2_001 + 36 * (2_001 - 1_792)
 
 
@@ -243,11 +243,11 @@ def test_the_work_before_a_first_token_is_counted_until_it_comes() -> None:
     pool = Pool(workers=1)
     asked = request(SYSTEM)
     load = pool.pool.workers[pool.send(asked)].load
-    assert load.prefilling_tokens == 2_000
-    pool.pool.placement.prefilled("r", load)
-    assert (load.prefilling_tokens, load.count) == (0, 1)
+    assert load.prompts.tokens == 2_000
+    pool.pool.placement.prefilled(asked, load, 0)
+    assert (load.prompts.tokens, load.count) == (0, 1)
     pool.end(asked, "w0", 0)
-    assert (load.prefilling_tokens, load.count) == (0, 0)
+    assert (load.prompts.tokens, load.count) == (0, 0)
     assert fields_of(RequestEnvelope, asked.envelope)["prefix_keys"] == asked.prefix.tobytes()
 
 
@@ -300,8 +300,8 @@ def test_an_end_that_is_lost_and_a_new_owner_leave_no_wrong_index() -> None:
     assert not len(pool.pool.placement.index)
     heir = Pool(workers=0)
     adopted = heir.pool.expect("w0", "m", "v")
-    heir.pool.assign(adopted, request(SYSTEM))
-    assert (adopted.load.count, adopted.load.prefilling_tokens) == (1, 2_000)
+    heir.pool.assign(adopted, request(SYSTEM), 0)
+    assert (adopted.load.count, adopted.load.prompts.tokens) == (1, 2_000)
     heir.beat("w0")
     heir.end(asked, "w0", 0)
     assert heir.serve(SYSTEM) == "w0" and heir.held("w0", SYSTEM) > 0

@@ -82,6 +82,16 @@ def test_overload_is_refused_and_shared_fairly() -> None:
     assert report.fairness > 0.8
 
 
+def test_long_prompts_have_their_first_token_by_the_deadline_or_are_refused() -> None:
+    """Twice as many prompts of 27,000 tokens as the workers can compute, and slots for all of them."""
+    worker = {"slots": 64, "kv_tokens": 4_000_000, "prefill_tps": 8_000.0, "itl_ms": 20.0}
+    demand = {"rate": 1.2, "deadline_ms": 30_000, "patience": 0, "prompt": {"mu": 10.2}, "output": {"mu": 4.0}}
+    report = run(requests=400, models=[model(workers=2, worker=worker, demand=demand)]).total
+    assert report.ttft_ms.p99 <= 30_500
+    assert report.ended["completed"] > 150
+    assert report.ended["overloaded"] > 4 * report.ended.get("expired", 0), "who came later may go first by fairness"
+
+
 def test_limits_are_never_passed() -> None:
     """The simulator checks at each admission; here that refusals come of them."""
     report = run(

@@ -586,6 +586,26 @@ def test_a_long_prefill_is_progress() -> None:
 # Shutdown --------------------------------------------------------------------------------------------------
 
 
+def test_whose_deadline_passes_without_a_token_ends_by_it_and_nobody_pays() -> None:
+    """It had 60 s from its admission, 10 ms before its dispatch. What has begun has cost the engine its prompt."""
+    world = World(slots=2)
+    for number, output in enumerate((400, 400, 400), 1):
+        world.pull(item(f"r{number}", output=output))
+    world.runs["r1", 1].completion_tokens = 1
+    assert not world.stopping
+    world.step(sampled(1, 1), PULLED + 59_989)
+    assert not world.stopping and not world.storing
+    world.step(sampled(2, 2), PULLED + 59_990)
+    assert world.stopping == {("r2", 1)} and list(world.storing) == [("r3", 1)]
+    world.end(("r2", 1), now_ms=PULLED + 60_000)
+    for key, spent in ((("r2", 1), 10), (("r3", 1), 0)):
+        event = world.storing[key].event
+        assert (event.outcome, event.error_code, event.billable) == ("expired", "deadline_exceeded", False)
+        assert (event.spent_input_tokens, event.retryable) == (spent, False)
+        [close] = [it for it in world.decide(key) if isinstance(it, CloseStream)]
+        assert isinstance(close.last, ErrorData) and close.last.code == "deadline_exceeded"
+
+
 def test_a_drain_returns_what_waits_and_lets_run_what_runs() -> None:
     world = World(slots=1)
     world.pull(item("r1"))

@@ -60,6 +60,11 @@ class InFlight(msgspec.Struct, kw_only=True):
         """Request id and number of the attempt."""
         return self.item.request.request_id, self.item.attempt
 
+    def is_late(self, now_ms: int) -> bool:
+        """Whether its deadline has passed without a token. The instants are the owner's, between them lies a span."""
+        within_ms = self.item.request.deadline_at_ms - self.item.dispatched_at_ms
+        return not self.counts.completion_tokens and now_ms - self.pulled_at_ms >= within_ms
+
 
 class Occupancy:
     """What of an engine is taken, by all that share it."""

@@ -405,6 +405,7 @@ class WorkerCore:
             return
         for attempt in stalled:
             self._end(attempt, outcomes.STALLED)
+        self._end_each((it for it in self.attempts if it.is_late(self._now_ms)), outcomes.LATE)
 
     def violations(self) -> Iterator[str]:
         """Rules that do not hold now; tests look after every step."""

@@ -47,6 +47,7 @@ SHUTTING_DOWN = AttemptOutcome(
 )
 NO_ENGINE = AttemptOutcome(kind="failed", code="unavailable", message="the worker's engine is down", retry="always")
 STALLED = AttemptOutcome(kind="failed", code="engine_error", message="the generation makes no progress", retry="always")
+LATE = AttemptOutcome(kind="expired", code="deadline_exceeded", message="No first token within the deadline.")
 
 
 def cancelled(reason: str) -> AttemptOutcome:
@@ -108,6 +109,7 @@ def terminal_event(
     between the two, milliseconds, counts to neither.
     """
     request = item.request
+    late = outcome.kind == "expired" and started_at_ms > 0
     base_ms = item.dispatched_at_ms - pulled_at_ms
     unsent = not (request.stream and chunks)
     retryable = outcome.retry == "always" or (outcome.retry == "unsent" and unsent)
@@ -131,7 +133,7 @@ def terminal_event(
         billable=paid_for and outcome.billable and request.arm != "shadow",
         reasoning_tokens=counts.reasoning_tokens,
         reserved_tokens=reserved_tokens(request),
-        spent_input_tokens=request.prompt_tokens if outcome.by_caller and not retryable else 0,
+        spent_input_tokens=request.prompt_tokens if (outcome.by_caller or late) and not retryable else 0,
         last_seq=frames - 1 if retryable else frames,
         admitted_at_ms=request.admitted_at_ms,
         dispatched_at_ms=item.dispatched_at_ms,
@@ -147,6 +149,6 @@ def terminal_event(
 
 def closing_data(outcome: AttemptOutcome, event: AttemptEvent) -> EndData | ErrorData:
     """What the frame that closes the stream says: the same as the stored event."""
-    if outcome.kind == "failed":
+    if outcome.kind in ("failed", "expired"):
         return ErrorData(code=outcome.code, message=outcome.message, param=outcome.param, status=outcome.status)
     return event.end
