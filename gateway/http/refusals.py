@@ -17,8 +17,8 @@ from gateway.http.exchange import Headers
 from gateway.http.framing import Head
 from gateway.intake.shedding import MESSAGE, Shedding
 
-_COUNT = "/v1/messages/count_tokens"
-SHED_PATHS = frozenset({_COUNT, *(api.path for api in APIS.values())})
+_COUNTS = ("/v1/messages/count_tokens", "/v1/responses/input_tokens")
+SHED_PATHS = frozenset({*_COUNTS, *(api.path for api in APIS.values())})
 """What costs a gateway much; all else is served."""
 
 

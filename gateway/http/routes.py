@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from contracts.errors import HeadraceError
 from gateway.apis import messages
+from gateway.apis.responses import ResponsesBody
 from gateway.apis.table import APIS
 from gateway.http import model_list, openapi, pages
 from gateway.http.edge import Edge
@@ -49,6 +50,12 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
+class ResponseTokenCount(TokenCount):
+    """Answer to ``/v1/responses/input_tokens``."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
 counting = APIRouter(prefix="/v1", tags=["Inference"], route_class=TypedRoute, responses=refusals(401))
 
 
@@ -60,6 +67,16 @@ async def count_tokens(
 ) -> TokenCount:
     """Anthropic: input tokens of a message; nothing is billed, and only a flood of it is refused."""
     return TokenCount(await services.intake.count(messages.COUNT, caller.tenant, body))
+
+
+@counting.post("/responses/input_tokens", responses=refusals(404, 429, 503))
+async def count_input_tokens(
+    services: ServicesDep,
+    caller: Annotated[Identity, Depends(caller_for("inference"))],
+    body: Annotated[bytes, Depends(BodyReader(ResponsesBody, raw=True))],
+) -> ResponseTokenCount:
+    """OpenAI: input tokens of a response; nothing is billed, and only a flood of it is refused."""
+    return ResponseTokenCount(await services.intake.count(APIS["responses"], caller.tenant, body))
 
 
 class Health(msgspec.Struct):

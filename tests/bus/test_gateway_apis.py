@@ -83,6 +83,17 @@ async def test_tokens_of_a_message_are_counted_without_admission(world: World) -
     assert (await world.post(body | {"messages": []}, "/v1/messages/count_tokens")).status_code == 400
 
 
+async def test_tokens_of_a_response_are_counted_as_it_would_be_admitted(world: World) -> None:
+    body = RESPONSE | {"instructions": "be brief", "tool_choice": "none", "parallel_tool_calls": None}
+    response = await world.post(body, "/v1/responses/input_tokens")
+    assert response.json() == {"object": "response.input_tokens", "input_tokens": 7}
+    assert world.admissions == []
+    await world.post(body, "/v1/responses")
+    assert [asked.prompt_tokens for asked in world.admissions] == [7]
+    refused = await world.post(body | {"previous_response_id": "resp_1"}, "/v1/responses/input_tokens")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
+
+
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/messages", MESSAGE), ("/v1/responses", RESPONSE)], ids=["messages", "responses"]
 )

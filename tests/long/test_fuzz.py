@@ -51,6 +51,7 @@ CORPUS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"model": "simulated", "input": "one", "max_output_tokens": 4, "instructions": "i"}),
     ("/v1/messages", {"model": "simulated", "max_tokens": 4, "system": "S", "messages": MESSAGES[1:2]}),
     ("/v1/messages/count_tokens", {"model": "simulated", "max_tokens": 4, "messages": MESSAGES[1:2]}),
+    ("/v1/responses/input_tokens", {"model": "simulated", "input": "hi"}),
     ("/v1/embeddings", {"model": "simulated", "input": ["one", "two"]}),
 ]
 ODD: list[Any] = [
@@ -150,7 +151,7 @@ async def test_mutated_bodies(start_stack: StartStack) -> None:
                 assert answer.json()["error"]["message"], (path, data)
             elif "event-stream" in answer.headers["content-type"]:
                 assert answer.text.endswith("data: [DONE]\n\n"), f"{answer.text[-500:]} for {path} {data[:2000]!r}"
-            if answer.status_code == 200 and path.endswith("count_tokens"):
+            if answer.status_code == 200 and path.endswith(("count_tokens", "input_tokens")):
                 seen[0] += 1
 
     async with stack.async_client() as client:

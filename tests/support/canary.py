@@ -48,6 +48,7 @@ def _good(text: str, engine: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "/v1/responses", {"input": text, "instructions": text, "max_output_tokens": 4}
     yield "/v1/messages", {"messages": said[1:], "system": text, "max_tokens": 4}
     yield "/v1/messages/count_tokens", {"messages": said[1:], "system": text}
+    yield "/v1/responses/input_tokens", {"input": text, "instructions": text}
     if engine == "simulated":
         yield "/v1/chat/completions", chat | {"simulate": {"tokens": [f"{text} ", "is", f" {text}"]}}
         yield "/v1/chat/completions", chat | {"simulate": {"fail_after": 0}}
