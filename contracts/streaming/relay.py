@@ -118,6 +118,27 @@ class Relay:
     ``joined``: its request was begun by another, whom the frames are sent to; this one asks the worker for all of them.
     """
 
+    __slots__ = (
+        "_calm",
+        "_epoch",
+        "_floor",
+        "_generations",
+        "_locked",
+        "_quiet_since_ms",
+        "_settings",
+        "_silence_ms",
+        "_status_asked_at_ms",
+        "_status_told_at_ms",
+        "_stream",
+        "_told_void_below",
+        "_unknown_count",
+        "_unreachable_since_ms",
+        "finished",
+        "joined",
+        "started",
+        "version",
+    )
+
     def __init__(self, *, stream: bool, now_ms: int, settings: RelaySettings = DEFAULT, joined: bool = False) -> None:
         self.finished = False
         """A ``Finish`` or ``Fail`` has been returned."""

@@ -78,6 +78,8 @@ _encode = msgspec.json.Encoder().encode
 class RelayedStream:
     """One stream as a Subscriber knows it. Subclasses say what becomes of its chunks and of its end."""
 
+    __slots__ = ("attempt", "idempotency_key", "model", "name", "relay", "request_id", "tenant", "wanted")
+
     def __init__(self, *, name: str, request_id: str, model: str, tenant: str, relay: Relay) -> None:
         self.name = name
         """What frames call the stream."""

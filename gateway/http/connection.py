@@ -71,7 +71,7 @@ class Connection(asyncio.Protocol):
         """False while both sides shake hands; then there is a transport."""
         self.transport: asyncio.Transport
         self.write_paused = False
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._buffer = bytearray()
         self._seen = 0
         """Bytes of the buffer in which no head ends."""
@@ -118,7 +118,7 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self.write_paused = True
-        self._write_timer = self._loop.call_later(WRITE_S_MAX, self.transport.abort)
+        self._write_timer = self.loop.call_later(WRITE_S_MAX, self.transport.abort)
 
     def resume_writing(self) -> None:
         self.write_paused = False
@@ -147,7 +147,7 @@ class Connection(asyncio.Protocol):
         """Returns when the caller has taken most of what was written, or is gone."""
         while self.write_paused:
             if self._writable is None or self._writable.done():
-                self._writable = self._loop.create_future()
+                self._writable = self.loop.create_future()
             await self._writable
 
     def answered(self, request: "Request") -> None:
@@ -281,7 +281,7 @@ class Connection(asyncio.Protocol):
 
     def _start_timer(self, seconds: float, what: Callable[[], object]) -> None:
         self._stop_timer()
-        self._timer = self._loop.call_later(seconds, what)
+        self._timer = self.loop.call_later(seconds, what)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -316,6 +316,8 @@ class Request:
         self._continue_due = head.continues
         self._body_told = False
         self._started = False
+        self._unsent = b""
+        """The answer's head, until something of the body goes with it, or this turn of the event loop ends."""
         self._chunked = False
         self._bodiless = head.method == "HEAD"
 
@@ -344,6 +346,7 @@ class Request:
         finally:
             self.on_writable = _nothing
             if not self.complete and not self.gone:
+                self._send_head()
                 connection.close()
 
     async def receive(self) -> Message:
@@ -384,13 +387,15 @@ class Request:
         if message["type"] == "http.response.start":
             self._start(message["status"], message["headers"])
             return
-        self.write(message.get("body", b""))
-        if not message.get("more_body", False):
-            if self._chunked:
-                connection.transport.write(b"0\r\n\r\n")
-            self.complete = True
-            self.changed.set()
-            connection.answered(self)
+        data = message.get("body", b"")
+        if message.get("more_body", False):
+            self.write(data)
+            return
+        if data := self._last(data):
+            connection.transport.write(data)
+        self.complete = True
+        self.changed.set()
+        connection.answered(self)
 
     def write(self, data: bytes) -> bool:
         """Part of the body, at once; False where the caller must first read, and then nothing is written.
@@ -402,8 +407,25 @@ class Request:
             return True
         if connection.write_paused:
             return False
-        connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        framed = b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
+        connection.transport.write(self._behind_head(framed) if self._unsent else framed)
         return True
+
+    def _last(self, data: bytes) -> bytes:
+        """All that is still to be written, of which ``data`` is the end of the body: its caller is woken once."""
+        if self._bodiless:
+            data = b""
+        elif self._chunked:
+            data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n"
+        return self._behind_head(data)
+
+    def _behind_head(self, data: bytes) -> bytes:
+        head, self._unsent = self._unsent, b""
+        return head + data
+
+    def _send_head(self) -> None:
+        if self._unsent and not self.gone:
+            self._connection.transport.write(self._behind_head(b""))
 
     def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         if self._started:
@@ -423,7 +445,8 @@ class Request:
                 self.keep_alive = False  # The answer ends where the connection ends.
         if not self.keep_alive and b"connection" not in given:
             headers.append((b"connection", b"close"))
-        self._connection.transport.write(answer_head(status, headers))
+        self._unsent = answer_head(status, headers)
+        self._connection.loop.call_soon(self._send_head)
 
 
 def answer_head(status: int, headers: Headers) -> bytes:

@@ -82,6 +82,34 @@ class Outbox:
 class GatewayStream(RelayedStream):
     """One task awaits ``ready``, sends the answer's head, says where to write, and awaits ``over``."""
 
+    __slots__ = (
+        "_after",
+        "_before",
+        "_blocked_since",
+        "_bytes_max",
+        "_event",
+        "_extensible",
+        "_gaps",
+        "_held_until",
+        "_last_chunk_at",
+        "_last_write_at",
+        "_outbox",
+        "_pattern",
+        "_pending",
+        "_pending_bytes",
+        "_waiter",
+        "_writer",
+        "blocked_s",
+        "chunks",
+        "commit",
+        "end",
+        "ended_at",
+        "error",
+        "first_chunk_at",
+        "scope",
+        "sse",
+    )
+
     def __init__(self, envelope: RequestEnvelope, outbox: Outbox, *, hold_s: float, bytes_max: int) -> None:
         """The status line may wait ``hold_s`` for the first frame; more than ``bytes_max`` unread is too slow."""
         now = time.monotonic()
