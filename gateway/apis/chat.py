@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from contracts.messages.records import Manifest
 from gateway.apis.api import Api, ValidBody
-from gateway.apis.fields import INT_MAX, Positive, Text, check_parts, converted, leave_out, refuse
+from gateway.apis.fields import INT_MAX, Positive, Text, check_parts, converted, leave_out, refuse, refuse_fields
 from gateway.apis.json_limits import check_text
 from gateway.apis.sampling import Completion, Effort, LogprobCount, TextBody, only_offered
 from gateway.apis.structured_outputs import ComplexityLimit, check_tools
@@ -97,8 +97,13 @@ class ChatBody(TextBody, kw_only=True):
 
 def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> ValidBody:
     fields = only_offered(fields)
+    refuse_fields(fields, {"audio": "Answers are text.", "moderation": "Moderation is not offered."})
     if fields.get("modalities", ["text"]) != ["text"]:
         refuse("modalities", "Answers are text.")
+    if "web_search_options" in fields:
+        refuse("web_search_options", "Nobody searches the web here: offer a function for it in 'tools'.")
+    if isinstance(fields.get("function_call"), dict):
+        refuse("function_call", "This field is not supported. Send 'tools' and 'tool_choice' instead.")
     leave_out(fields, "tools", lambda kind: isinstance(kind, str) and kind != "function")
     body, complexity = converted(fields, ChatBody), ComplexityLimit()
     for index, message in enumerate(body.messages):

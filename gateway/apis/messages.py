@@ -145,6 +145,10 @@ class MessagesBody(CountBody, kw_only=True):
 
 def _valid(fields: dict[str, Any], kind: type[CountBody]) -> ValidBody:
     refuse_fields(fields, _STATEFUL if kind is CountBody else _STATEFUL | _COMPACTION)
+    if fields.get("inference_geo") not in (None, "global"):
+        refuse("inference_geo", "Where it is computed cannot be asked for here.")
+    if isinstance(policy := fields.get("billing_policy"), dict) and policy.get("bill_to", "self") != "self":
+        refuse("billing_policy", "The tenant of the API key pays, and nobody else.")
     leave_out(fields, "tools", lambda kind: isinstance(kind, str) and kind != "custom")
     if isinstance(messages := fields.get("messages"), list):
         fields["messages"] = list(map(_without_traces, messages))

@@ -20,10 +20,11 @@ from gateway.apis.response_format import Error, ResponseFormat, named_event, ope
 from gateway.apis.sampling import Effort, LogprobCount, Sampling
 from gateway.apis.structured_outputs import ComplexityLimit, check_schema, check_tools
 
-_STATEFUL = {
+_NOT_OFFERED = {
     "background": "Answers in the background are not offered.",
     "previous_response_id": "Responses are not kept: send the conversation in 'input'.",
     "conversation": "Conversations are not kept: send them in 'input'.",
+    "moderation": "Moderation is not offered.",
     "prompt": "Stored prompts are not offered: send 'instructions' and 'input'.",
 }
 
@@ -116,7 +117,7 @@ class ResponsesBody(Sampling, kw_only=True):
 
 
 def _check(fields: dict[str, Any], manifest: Manifest, vocabulary: int) -> ValidBody:
-    refuse_fields(fields, _STATEFUL)
+    refuse_fields(fields, _NOT_OFFERED)
     leave_out(fields, "tools", lambda kind: isinstance(kind, str) and kind != "function")
     leave_out(fields, "input", lambda kind: isinstance(kind, str) and kind in _HOSTED_CALLS)
     if isinstance(items := fields.get("input"), list):

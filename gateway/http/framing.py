@@ -12,6 +12,7 @@ import httptools
 import msgspec
 
 HEAD_BYTES_MAX = 64 << 10
+METHOD_BYTES_MAX = 32
 HEADERS_MAX = 100
 """As Apache has it; what stands behind proxies has about 30."""
 CHUNK_LINE_BYTES_MAX = 256
@@ -24,8 +25,11 @@ CHUNKS_AT_ONCE = 128
 
 _EMPTY_LINES = re.compile(rb"(?:\r\n)+")
 # A target has no fragment (RFC 9112, 3.2): one reader drops it, another does not.
+_METHOD = re.compile(rb"[A-Z-]{1,32}(?: |\Z)")
 _FIRST_LINE = re.compile(rb"[A-Z-]+ [!\"$-~]+ HTTP/\d\.\d\r\n")
 _NO_LINE_END = re.compile(rb"(?<!\r)\n|\r(?!\n|\Z)")
+_NO_METHOD = "The request does not begin with a method, a target and HTTP/1.1."
+_TLS = "This port speaks plain HTTP, and this is TLS: ask by http://."
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,8})(?:;[\t\x20-\x7e\x80-\xff]*)?")
 
 
@@ -67,8 +71,11 @@ def without_empty_lines(buffer: bytearray) -> bool:
 def head_bytes(buffer: bytearray, seen: int) -> int:
     """Bytes of the head that ``buffer`` begins with, its empty line too; 0 while it is not whole.
 
-    ``seen`` bytes were there at the last look. Raises BadRequest.
+    ``seen`` bytes were there at the last look. Raises BadRequest, and at once about what is another protocol: who
+    speaks that waits for an answer, and never sends an end.
     """
+    if buffer and seen <= METHOD_BYTES_MAX and not _METHOD.match(buffer):
+        raise BadRequest(_TLS if buffer[0] == 0x16 else _NO_METHOD)
     end = buffer.find(b"\r\n\r\n", max(0, seen - 3))
     size = end + 4 if end >= 0 else len(buffer)
     if size > HEAD_BYTES_MAX:
@@ -83,7 +90,7 @@ def parse_head(data: bytes) -> Head:
     if data.count(b"\n") - 2 > HEADERS_MAX:
         raise BadRequest(f"The request has more than {HEADERS_MAX} headers.", 431)
     if not _FIRST_LINE.match(data):
-        raise BadRequest("The request does not begin with a method, a target and HTTP/1.1.")
+        raise BadRequest(_NO_METHOD)
     seen = _Seen()
     parser = httptools.HttpRequestParser(seen)
     seen.parser = parser

@@ -86,6 +86,24 @@ def test_what_two_readers_could_take_differently_is_refused(data: bytes, status:
     assert refused.value.status == status, refused.value
 
 
+@pytest.mark.parametrize(
+    ("begins", "says"),
+    [
+        (bytes.fromhex("16030100c8010000c40303"), "this is TLS"),
+        (b"get /", "does not begin with a method"),
+        (b"\x00", "does not begin with a method"),
+        (b"SSH-2.0-OpenSSH_9.6", "does not begin with a method"),
+        (b'{"model"', "does not begin with a method"),
+        (b"A" * 33, "does not begin with a method"),
+    ],
+)
+def test_another_protocol_is_told_at_once(begins: bytes, says: str) -> None:
+    """Who speaks it waits for an answer, and sends nothing that would end a head."""
+    with pytest.raises(BadRequest, match=says):
+        framing.head_bytes(bytearray(begins), 0)
+    assert framing.head_bytes(bytearray(b"GE"), 0) == framing.head_bytes(bytearray(b"GET /"), 2) == 0
+
+
 def test_what_is_common_is_taken() -> None:
     head = read(get(b"GET http://elsewhere/a%20b?c=%20d HTTP/1.1", b"X-A: \t b \t\r\ncontent-length: 5\r\n"))
     assert (head.path, head.query, head.length, head.keep_alive) == ("/a b", b"c=%20d", 5, True)
