@@ -170,7 +170,9 @@ def _tell(
         raise ComposeError(str(error)) from error
     print(_report(summary, level))
     if not summary.completed:
-        raise ComposeError("no request ended well")
+        why = max(summary.errors, key=summary.errors.__getitem__)
+        away = why.startswith("connection")
+        raise ComposeError(f"no request ended well: {f'nothing answers there ({why}); is it up?' if away else why}")
 
 
 def _report(summary: "Summary", level: "dict[Span, float]") -> str:

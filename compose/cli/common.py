@@ -7,6 +7,8 @@ import io
 import json
 import os
 import re
+import shutil
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -100,13 +102,33 @@ def _plain(value: object) -> object:
 _NUMBER = re.compile(r"-\d+(\.\d+)?\Z", re.ASCII)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Plain columns, never cut; column names in capitals."""
-    lines = [[name.upper().replace("_", " ") for name in head], *([str(cell) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, columns: int | None = None) -> str:
+    """Plain columns, never cut; column names in capitals. For a terminal that is too narrow each row becomes a block.
+
+    ``columns``: what there is room for; by default a terminal's own, elsewhere no bound.
+    """
+    from rich.cells import cell_len
+
+    if columns is None:
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    names = [name.upper().replace("_", " ") for name in head]
+    lines = [names, *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    if sum(widths) + 2 * (len(widths) - 1) > columns:
+        wide = max(map(len, names[1:]))
+        blocks = [
+            "\n".join(
+                [first, *(f"  {name:<{wide}}  {cell}" for name, cell in zip(names[1:], rest, strict=True) if cell)]
+            )
+            for first, *rest in lines[1:]
+        ]
+        return "\n\n".join(blocks)
+
+    def padded(line: Sequence[str]) -> str:
+        cells = zip(line, widths, strict=True)
+        return "  ".join(cell + " " * (width - cell_len(cell)) for cell, width in cells).rstrip()
+
+    return "\n".join(map(padded, lines))
 
 
 def csv_text(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -23,8 +23,8 @@ def pools(
     from contracts import operations, registry
 
     async def ask(bus: "Bus", _: Target) -> "list[Replicas]":
-        names = [model] if model is not None else [record.name for record in await registry.models(bus)]
-        return [(await operations.queue(bus, name)).replicas for name in names]
+        records = [await registry.model(bus, model)] if model is not None else await registry.models(bus)
+        return [(await operations.queue(bus, record.name)).replicas for record in records]
 
     answers = on_bus(data_dir, ask)
     rows = [

@@ -1,19 +1,21 @@
 """Whether metrics say what callers see, and what they cost.
 
-    python -m tests.bench.bench_metrics [--seconds 30] [--rate 20] [--rounds 3]
+    python -m tests.bench.bench_metrics [--seconds 30] [--rate 20] [--rounds 8]
 
 Two gateways and two workers of the simulated engine, whose times are drawn anew for each request; an open loop of
 streams. From outside, at the client: how many, how long to the first event, between events, and to the end. From
 inside: the histograms of both gateways, summed, and quantiles read from them as Prometheus does. Every count is equal,
 and sums, p50, p95 and p99 are within 5 %, or it exits with 1.
 
-Cost: a stack relays as many tokens as it can, with what counts them and with counting taken out (by a sitecustomize),
-turn about, scraped each second meanwhile; aim below 5 % of the tokens per second. On a machine that does something
-else, too, a client measures its own waiting: then look at the counts, which are exact, and run it again.
+Cost: two stacks relay as many tokens as they can, in turn: one as it is, each process scraped every second, and one
+with counting taken out (by a sitecustomize) and not scraped. CPU (user and system, by /proc) a token, by pairs of
+neighbours; aim below 5 %. By tokens a second a machine that does something else, too, tells nothing, and a client there
+measures its own waiting: look at the counts of the first part, which are exact, and run it again.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import random
@@ -29,6 +31,7 @@ from urllib.parse import urlsplit
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.bench.bench_saturation import cpu_s
 from tests.support.stack import Stack
 
 TOLERANCE = 0.05
@@ -139,7 +142,11 @@ UNCOUNTED = """
 import os
 if os.environ.get("HEADRACE_BENCH_UNCOUNTED"):
     import contracts.histograms as histograms
+    import prometheus_client
     histograms.Child.observe = histograms.Child.observe_all = lambda self, seconds: None
+    nothing = lambda self, *values, **labels: None
+    prometheus_client.Counter.inc = prometheus_client.Histogram.observe = nothing
+    prometheus_client.Gauge.inc = prometheus_client.Gauge.dec = prometheus_client.Gauge.set = nothing
     import gateway.streams.stream as stream
     class Nothing(list):
         def append(self, gap): pass
@@ -147,15 +154,18 @@ if os.environ.get("HEADRACE_BENCH_UNCOUNTED"):
 """
 
 
-async def relayed(stack: Stack, streams: int, tokens: int) -> float:
-    """Tokens a second that the gateways relay to so many streams, scraped each second."""
-    model = stack.model
+STREAMS, TOKENS = 48, 2000
+"""A second of the gateway's CPU, of which /proc counts hundredths."""
+
+
+async def relayed(stack: Stack, *, scraped: bool) -> int:
+    """Tokens that the gateways relay to STREAMS callers; scraped: every process's page is read each second."""
     body = json.dumps(
         {
-            "model": model,
+            "model": stack.model,
             "stream": True,
             "messages": [{"role": "user", "content": "x"}],
-            "simulate": {"tokens": ["a "] * tokens, "ttft_ms": 0, "itl_ms": 1},
+            "simulate": {"tokens": ["a "] * TOKENS, "ttft_ms": 0, "itl_ms": 1},
         }
     )
     headers = {"authorization": f"Bearer {stack.run.key}", "content-type": "application/json"}
@@ -167,51 +177,66 @@ async def relayed(stack: Stack, streams: int, tokens: int) -> float:
                 return sum([block.count(b"data: {") async for block in answer.aiter_bytes()])
 
         async def scrape() -> None:
-            while True:
-                await client.get(stack.run.metrics_urls["gateway"][0])
+            while scraped:
+                for urls in stack.run.metrics_urls.values():
+                    await asyncio.gather(*(client.get(url) for url in urls))
                 await asyncio.sleep(1)
 
         scraping = asyncio.create_task(scrape())
-        began = time.monotonic()
-        events = sum(await asyncio.gather(*(ask() for _ in range(streams))))
-        took = time.monotonic() - began
+        events = sum(await asyncio.gather(*(ask() for _ in range(STREAMS))))
         scraping.cancel()
-    return events / took
+    return events
 
 
-def cost(rounds: int) -> tuple[float, float]:
-    """Median tokens a second, counted and not."""
-    found: dict[str, list[float]] = {"": [], "1": []}
-    with tempfile.TemporaryDirectory() as directory:
+def spent(stack: Stack, *, scraped: bool) -> tuple[float, float]:
+    """Microseconds of CPU a token: of the gateway, of all services."""
+    before = cpu_s(stack)
+    tokens = asyncio.run(relayed(stack, scraped=scraped))
+    used = {role: (now - before[role]) * 1e6 / tokens for role, now in cpu_s(stack).items()}
+    return used["gateway"], sum(used.values())
+
+
+def cost(rounds: int) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+    """By round: what a token costs counted and scraped, and neither."""
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as ending:
         (Path(directory) / "sitecustomize.py").write_text(UNCOUNTED)
+        stacks = []
+        for uncounted in ("", "1"):
+            place = Path(directory) / f"data{uncounted}"
+            variables = {"HEADRACE_BENCH_UNCOUNTED": uncounted, "PYTHONPATH": f"{directory}:{Path.cwd()}"}
+            stacks.append(Stack(place, "--engine", "simulated", "--sim-slots", "64", **variables).wait_ready())
+            ending.callback(stacks[-1].stop)
+            asyncio.run(relayed(stacks[-1], scraped=False))
+        counted, bare = stacks
+        found = []
         for turn in range(rounds):
-            for uncounted in sorted(found, reverse=bool(turn % 2)):
-                stack = Stack(
-                    Path(directory) / f"data{turn}{uncounted}", "--engine", "simulated", "--sim-slots", "64",
-                    HEADRACE_BENCH_UNCOUNTED=uncounted, PYTHONPATH=f"{directory}:{Path.cwd()}",
-                ).wait_ready()  # fmt: skip
-                try:
-                    found[uncounted].append(asyncio.run(relayed(stack, 48, 400)))
-                finally:
-                    stack.stop()
-    return statistics.median(found[""]), statistics.median(found["1"])
+            if turn % 2:
+                found.append((spent(counted, scraped=True), spent(bare, scraped=False)))
+            else:
+                found.append((spent(bare, scraped=False), spent(counted, scraped=True))[::-1])
+    return found
 
 
 def main(arguments: Any = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=30)
+    parser.add_argument("--seconds", type=float, default=30, help="0: the cost alone")
     parser.add_argument("--rate", type=float, default=20)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=8)
     given = parser.parse_args(arguments)
     wrong = 0
-    for name, figures in agreement(given.seconds, given.rate).items():
+    agreed = agreement(given.seconds, given.rate) if given.seconds else {}
+    for name, figures in agreed.items():
         for figure, (outside, inside) in figures.items():
             apart = off(outside, inside)
             wrong += apart > (0 if figure == "count" else TOLERANCE)
             print(f"{name:<16}{figure:<8}outside {outside:>12.4f}   inside {inside:>12.4f}   {apart:>7.2%}")
-    if given.rounds:
-        counted, uncounted = cost(given.rounds)
-        print(f"tokens/s relayed: {counted:,.0f} counted, {uncounted:,.0f} not: {1 - counted / uncounted:.1%}")
+    pairs = cost(given.rounds) if given.rounds else []
+    for index, what in enumerate(("gateway", "all services")) if pairs else ():
+        counted, bare = (statistics.fmean(pair[side][index] for pair in pairs) for side in (0, 1))
+        ratios = sorted(pair[0][index] / pair[1][index] - 1 for pair in pairs)
+        middle = ", ".join(f"{ratio:+.1%}" for ratio in statistics.quantiles(ratios, n=4)) if len(ratios) > 1 else "-"
+        print(f"CPU a token, {what}: {counted:.2f} us, without metrics {bare:.2f}: {counted / bare - 1:+.1%}")
+        print(f"  by pairs, quartiles: {middle}")
     return 1 if wrong else 0
 
 

@@ -263,7 +263,12 @@ async def test_bad_queries_are_answered_with_the_reason(bus: Bus, ledger: Ledger
         assert answer.code == "invalid_request"
 
 
-async def test_bad_events_are_set_aside_and_block_nothing(bus: Bus, ledger: Ledger) -> None:
+async def test_bad_events_are_set_aside_and_block_nothing(
+    bus: Bus, nats_url: str, tmp_path: Path, started: Callable[[Process], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    ledger = Ledger(nats_url, f"chdb://{tmp_path}/chdb")
+    started(ledger)
+    await until(ledger.ready, "the ledger")
     good = event()
     text = msgspec.json.encode(good)
     bad = [
@@ -288,7 +293,9 @@ async def test_bad_events_are_set_aside_and_block_nothing(bus: Bus, ledger: Ledg
     ]
     assert all(letter.reason for letter in letters)
     assert [letter.original_base64 for letter in letters if letter.original is None] == ["//4gbm90IEpTT04="]
-    assert await ledger.metric("headrace_ledger_dead_letters_total") == len(bad)
+    row = failure_table.table()["end of an attempt that nobody can read"]
+    assert row.figure((await ledger.get("/metrics"))[1]) == len(bad)
+    assert capfd.readouterr().err.count(f'"{row.log}"') == len(bad)
     consumer = await bus.jetstream.api(f"CONSUMER.INFO.{topology.ATTEMPTS}.ledger")
     assert consumer["num_ack_pending"] == consumer["num_pending"] == 0
 

@@ -69,7 +69,7 @@ def _call(*command: str, folder: Path) -> None:
         raise Missing((done.stderr.strip().splitlines() or ["it failed"])[-1][:200])
 
 
-def _python(place: Place, *requirements: str, beside: bool = False) -> None:
+def environment(place: Place, *requirements: str, beside: bool = False) -> None:
     """An environment with them, made once; ``beside``: over ours, which has PyTorch and transformers already."""
     place.folder.mkdir(parents=True, exist_ok=True)
     stamp = place.folder / "installed"
@@ -121,7 +121,7 @@ def _examples(
     """Unchanged, from the package's source; the models that they name become aliases of ours."""
 
     def prepare(place: Place) -> list[Step]:
-        _python(place, f"{package}=={version}", "rich", "pydantic")
+        environment(place, f"{package}=={version}", "rich", "pydantic")
         source = place.folder / f"{package}-{version}"
         if not source.exists():
             download = ["-m", "pip", "download", "-q", "--no-deps", "--no-binary", package, f"{package}=={version}"]
@@ -156,7 +156,7 @@ def _examples(
 
 
 def _openai_agents(place: Place) -> list[Step]:
-    _python(place, "openai-agents==0.24.0")
+    environment(place, "openai-agents==0.24.0")
     steps = [
         (api, mode, choice)
         for api in ("chat", "responses")
@@ -174,7 +174,7 @@ def _openai_agents(place: Place) -> list[Step]:
 
 
 def _claude_agents(place: Place) -> list[Step]:
-    _python(place, f"anthropic=={ANTHROPIC}")
+    environment(place, f"anthropic=={ANTHROPIC}")
     return [
         Step(label=mode, command=[place.python, str(HERE / "claude_agent.py"), place.model, mode], says="answered")
         for mode in ("whole", "stream", "cut")
@@ -204,9 +204,17 @@ def _ai_sdk(place: Place) -> list[Step]:
 
 
 def _lm_eval(place: Place) -> list[Step]:
-    _python(place, "lm-eval[api]==0.4.13", beside=True)
-    command = [place.python, str(HERE / "lm_eval_scores.py"), place.url, place.model, _tokenizer(place.model)]
+    environment(place, "lm-eval[api]==0.4.13", beside=True)
+    command = [place.python, str(HERE / "lm_eval_scores.py"), place.url, place.model, tokenizer_folder(place.model)]
     return [Step(label="scores", command=command, says="Paris before banana")]
+
+
+VLLM_BENCH_SERVE = (
+    "import sys; from vllm.benchmarks import serve; from vllm.utils.argparse_utils import FlexibleArgumentParser; "
+    "parser = FlexibleArgumentParser(); serve.add_cli_args(parser); serve.main(parser.parse_args(sys.argv[1:]))"
+)
+"""The command `vllm bench serve`, without the engine that `vllm` would import first."""
+GUIDELLM = "guidellm==0.8.1"
 
 
 def _vllm_bench(place: Place) -> list[Step]:
@@ -216,7 +224,7 @@ def _vllm_bench(place: Place) -> list[Step]:
         "base-url": place.url,
         "endpoint": "/v1/chat/completions",
         "model": place.model,
-        "tokenizer": _tokenizer(place.model),
+        "tokenizer": tokenizer_folder(place.model),
         "dataset-name": "random",
         "random-input-len": "32",
         "random-output-len": "16",
@@ -224,21 +232,17 @@ def _vllm_bench(place: Place) -> list[Step]:
         "request-rate": "5",
     }
     line = [word for name, value in flags.items() for word in (f"--{name}", value)]
-    program = (
-        "import sys; from vllm.benchmarks import serve; from vllm.utils.argparse_utils import FlexibleArgumentParser; "
-        "parser = FlexibleArgumentParser(); serve.add_cli_args(parser); serve.main(parser.parse_args(sys.argv[1:]))"
-    )
-    command = [sys.executable, "-c", program, *line]
+    command = [sys.executable, "-c", VLLM_BENCH_SERVE, *line]
     return [Step(label="serve", command=command, says=r"Successful requests:\s+20\b")]
 
 
 def _guidellm(place: Place) -> list[Step]:
-    _python(place, "guidellm==0.8.1", beside=True)
+    environment(place, GUIDELLM, beside=True)
     flags = {
         "backend": f"kind=openai_http,target={place.url},model={place.model},api_key={place.key}",
         "profile": "kind=constant,rate=2",
         "constraint": "kind=max_requests,count=10",
-        "tokenizer": f"kind=huggingface_auto,model={_tokenizer(place.model)}",
+        "tokenizer": f"kind=huggingface_auto,model={tokenizer_folder(place.model)}",
         "data": "kind=synthetic_text,prompt_tokens=32,output_tokens=16",
         "output": "kind=json,path=report.json",
     }
@@ -247,7 +251,7 @@ def _guidellm(place: Place) -> list[Step]:
     return [Step(label="run", command=command, says="Benchmarking complete, generated 1 benchmark")]
 
 
-def _tokenizer(model: str) -> str:
+def tokenizer_folder(model: str) -> str:
     """Folder of the model's tokenizer; of a simulated one that of the small real model."""
     known = model if Path(model).is_dir() else models.DEFAULT_MODEL
     return str(models.prepare(known, progress=lambda text: None).path)

@@ -74,8 +74,18 @@ def test_the_page_names_what_there_is() -> None:
         assert f'"{row.log}"' in sources, what
 
 
+def test_the_page_says_what_each_alert_is_for() -> None:
+    text = re.sub(
+        r"(Headrace\w+Burn)Fast, Medium, Slow, Trickle",
+        r"\1Fast \1Medium \1Slow \1Trickle",
+        failure_table.PAGE.read_text(),
+    )
+    assert [alert for alert in ALERTS if not re.search(rf"\b{alert}\b", text)] == []
+
+
 def test_each_failure_is_made_to_happen_in_a_test() -> None:
     made = (
+        "chaos/test_clocks.py",
         "chaos/test_explain.py",
         "chaos/test_rollouts.py",
         "bus/test_ledger_service.py",
