@@ -2,6 +2,7 @@
 
 import re
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}\Z", re.ASCII)
 _MONTH = re.compile(r"\d{4}-\d{2}\Z", re.ASCII)
@@ -28,7 +29,12 @@ def parse(text: str) -> int:
 
 def month_of(at_ms: int) -> str:
     """The UTC month around an instant, ``2026-11``."""
-    return f"{_EPOCH + timedelta(milliseconds=at_ms):%Y-%m}"
+    return _month_of_day(at_ms // 86_400_000)
+
+
+@lru_cache(maxsize=64)
+def _month_of_day(day: int) -> str:
+    return f"{_EPOCH + timedelta(days=day):%Y-%m}"
 
 
 def range_of_month(month: str) -> tuple[int, int]:

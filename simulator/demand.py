@@ -1,17 +1,19 @@
 """Who asks what, and when: arrivals, lengths, tenants, conversations, or a recorded trace. The seed decides all."""
 
 import bisect
+import heapq
 import itertools
 import math
 import random
 from collections.abc import Iterator
+from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from simulator.machine import BLOCK
-from simulator.scenario import BadScenario, Demand
+from simulator.scenario import BadScenario, Demand, Model
 from simulator.traces import BLOCK_TOKENS, Lengths, seeded
 
 
@@ -25,12 +27,14 @@ class Turn(NamedTuple):
 class Conversation:
     """One caller's requests, one after the other; each prompt holds all before it."""
 
-    __slots__ = ("batch", "blocks", "held", "number", "tenant", "turn", "turns")
+    __slots__ = ("batch", "blocks", "demand", "held", "number", "tenant", "turn", "turns")
 
     def __init__(
-        self, number: int, tenant: int, turns: list[Turn], blocks: list[int], held: int, *, batch: bool
+        self, demand: Demand, number: int, tenant: int, turns: list[Turn], blocks: list[int], held: int, *, batch: bool
     ) -> None:
+        self.demand = demand
         self.number = number
+        """Of its first block: those of two conversations are different ones."""
         self.tenant = tenant
         self.turns = turns
         self.turn = 0
@@ -40,13 +44,13 @@ class Conversation:
         """Tokens that the next prompt begins with."""
         self.batch = batch
 
-    def ask(self, longest: int) -> tuple[int, int, list[int]]:
+    def ask(self) -> tuple[int, int, list[int]]:
         """Prompt and output tokens of the present turn, and the prompt's whole blocks."""
-        turn = self.turns[self.turn]
+        turn, longest = self.turns[self.turn], self.demand.longest
         prompt = min(longest, self.held + turn.prompt)
         whole = max(0, prompt - 1) // BLOCK
-        for index in range(len(self.blocks), whole):
-            self.blocks.append(hash((self.number, index)))
+        known = len(self.blocks)
+        self.blocks.extend(range(self.number + known, self.number + whole))
         return prompt, min(longest, turn.output), self.blocks[:whole]
 
     def answered(self) -> bool:
@@ -113,12 +117,22 @@ class Arrivals:
         return factor
 
 
-def conversations(model: str, demand: Demand, seed: int, folder: Path) -> Iterator[tuple[float, Conversation]]:
+Beginning = tuple[float, Conversation]
+"""When, in seconds, and which."""
+
+
+def conversations(model: Model, seed: int, folder: Path) -> Iterator[Beginning]:
     """For ever, in the order in which they begin; of a trace, all that it holds. Raises BadScenario."""
+    names = [model.name, *(f"{model.name} {number}" for number in range(1, len(model.demands)))]
+    kinds = (_conversations(name, demand, seed, folder) for name, demand in zip(names, model.demands, strict=True))
+    return heapq.merge(*kinds, key=lambda beginning: beginning[0])
+
+
+def _conversations(model: str, demand: Demand, seed: int, folder: Path) -> Iterator[Beginning]:
     source = seeded(f"demand {seed} {model}")
     tenants = _Tenants(demand, source)
     if demand.trace:
-        yield from _trace(folder / demand.trace, tenants, model)
+        yield from _trace(folder / demand.trace, demand, tenants, model)
         return
     arrivals, lengths = Arrivals(demand, source), demand.drawn()
     for number in itertools.count():
@@ -127,7 +141,7 @@ def conversations(model: str, demand: Demand, seed: int, folder: Path) -> Iterat
         turns = [_turn(lengths, source) for _ in range(demand.turns)]
         batch = source.random() < demand.batch_share
         system, held = _system(model, tenant, demand, source)
-        yield at_s, Conversation(hash((model, number)), tenant, turns, system, held, batch=batch)
+        yield at_s, Conversation(demand, block(model, number), tenant, turns, system, held, batch=batch)
 
 
 def _turn(lengths: Lengths, source: random.Random) -> Turn:
@@ -141,7 +155,13 @@ def _system(model: str, tenant: int, demand: Demand, source: random.Random) -> t
     first = source.random() < demand.system_share
     chosen = 0 if first else source.randrange(demand.system_prompts)
     whole = demand.system_tokens // BLOCK
-    return [hash((model, "system", tenant, chosen, index)) for index in range(whole)], demand.system_tokens
+    first_block = block(model, "system", tenant, chosen)
+    return list(range(first_block, first_block + whole)), demand.system_tokens
+
+
+def block(*names: object) -> int:
+    """Number of a prompt's block, the same in every process; those that follow it are as good as new, too."""
+    return int.from_bytes(blake2b(repr(names).encode(), digest_size=8).digest(), "big") >> 1
 
 
 class _Tenants:
@@ -163,7 +183,7 @@ class _Line(msgspec.Struct, frozen=True):
     hash_ids: list[int] = []
 
 
-def _trace(path: Path, tenants: _Tenants, model: str) -> Iterator[tuple[float, Conversation]]:
+def _trace(path: Path, demand: Demand, tenants: _Tenants, model: str) -> Iterator[Beginning]:
     decoder = msgspec.json.Decoder(_Line)
     with path.open("rb") as lines:
         for number, data in enumerate(lines):
@@ -173,7 +193,8 @@ def _trace(path: Path, tenants: _Tenants, model: str) -> Iterator[tuple[float, C
                 raise BadScenario(f"line {number + 1} of {path}: {error}") from error
             tenant = tenants.draw()
             parts = range(BLOCK_TOKENS // BLOCK)
-            blocks = [hash((model, tenant, each, part)) for each in line.hash_ids for part in parts]
+            blocks = [block(model, tenant, each) + part for each in line.hash_ids for part in parts]
             blocks = blocks[: max(0, line.input_length - 1) // BLOCK]
             turns = [Turn(line.input_length, line.output_length)]
-            yield line.timestamp / 1000, Conversation(hash((model, number)), tenant, turns, blocks, 0, batch=False)
+            own = block(model, "trace", number)
+            yield line.timestamp / 1000, Conversation(demand, own, tenant, turns, blocks, 0, batch=False)

@@ -5,11 +5,13 @@ run in production (scheduler.core), one for each model, and decide all that they
 queue, placement, losses, retries, how many workers there should be. The bus's streams are there and lose nothing.
 """
 
+import gc
 import heapq
 import random
+from array import array
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,16 @@ from contracts.messages.admission import AdmissionRequest
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import Epoch, Outcome
 from contracts.messages.control import CancelAttempt, ControlAnswer, Evict, Progress, WorkerHeartbeat, WorkerState
+from contracts.messages.frames import Frame, LostData
 from contracts.messages.records import ModelRecord, TenantRecord
 from contracts.messages.request import Reply, RequestEnvelope
-from contracts.prefix import KEY_BYTES, KEYS_MAX, is_keyed
+from contracts.prefix import COVERED
 from scheduler.core import events
 from scheduler.core.core import Core
 from scheduler.core.settings import Settings
+from simulator.autoscale import RequestCount
 from simulator.demand import Conversation, conversations
-from simulator.machine import Job, Key, Machine
+from simulator.machine import BLOCK, Job, Key, Machine
 from simulator.scenario import Failure, Model, Scenario
 from simulator.traces import seeded
 
@@ -34,7 +38,8 @@ BEGIN_MS = 1_800_000_000_000
 """Of the simulated clock: Unix ms of some day."""
 EPOCH = Epoch(1, 1)
 VERSION = "v1"
-_KEY_MASK = (1 << 8 * KEY_BYTES) - 1
+_KEYED = [tokens // BLOCK - 1 for tokens in COVERED[1:]]
+"""Which blocks of a prompt have a key that travels."""
 AUTOSCALE_MS = 2_000
 
 
@@ -77,8 +82,8 @@ class Caller:
     @property
     def keys(self) -> bytes:
         """Those of the prompt's blocks that travel, as a gateway makes them."""
-        keyed = (block for number, block in enumerate(self.blocks, 1) if is_keyed(number))
-        return b"".join((block & _KEY_MASK).to_bytes(KEY_BYTES, "big") for block in islice(keyed, KEYS_MAX))
+        blocks = self.blocks
+        return array("Q", [blocks[each] for each in _KEYED[: bisect(_KEYED, len(blocks) - 1)]]).tobytes()
 
 
 Observe = Callable[["Pool", Caller, float], None]
@@ -115,6 +120,15 @@ class Fleet:
 
     def run(self, progress: Callable[[int], None] = lambda _: None) -> None:
         """Until everybody has been served, or told otherwise. Raises AssertionError when a rule is broken."""
+        was_on = gc.isenabled()
+        gc.disable()  # Nothing here is in a cycle, and looking for them takes a tenth of the time.
+        try:
+            self._run(progress)
+        finally:
+            if was_on:
+                gc.enable()
+
+    def _run(self, progress: Callable[[int], None]) -> None:
         for pool in self.pools:
             pool.begin()
         for failure in self.scenario.failures:
@@ -163,6 +177,7 @@ class Pool:
         self._unsettled: dict[str, AttemptEvent] = {}
         """The last stored end of requests that the core has not ended for good: it may try again."""
         self._todo: deque[events.Effect] = deque()
+        self._performers = self._table()
         self._seq = 0
         self._names = 0
         self._stepping = False
@@ -178,15 +193,17 @@ class Pool:
             settings=Settings(),
             now_ms=BEGIN_MS,
         )
-        self._conversations: Iterator[tuple[float, Conversation]] = conversations(
-            model.name, model.demand, fleet.scenario.seed, folder
-        )
+        self._conversations: Iterator[tuple[float, Conversation]] = conversations(model, fleet.scenario.seed, folder)
+        self._context = 2 * max(demand.longest for demand in model.demands)
+        self._count: RequestCount | None = None
+        if model.autoscale is not None and model.scale_by != "tokens":
+            self._count = RequestCount(model.requests_per_worker, *model.autoscale)
         self._source: random.Random = seeded(f"pool {fleet.scenario.seed} {model.name}")
 
     def begin(self) -> None:
         """Workers that are ready, an owner that has recovered, and the first caller."""
         limits = self.fleet.scenario.tenant_limits
-        for number in range(self.model.demand.tenants):
+        for number in range(max(demand.tenants for demand in self.model.demands)):
             name = f"t{number}"
             self._feed(events.TenantChanged(name, TenantRecord(name=name, limits=limits)))
         for number in range(self.model.workers):
@@ -216,7 +233,7 @@ class Pool:
             return
         self.fleet.asked += 1
         self.fleet.open += 1
-        prompt, output, blocks = conversation.ask(self.model.demand.longest)
+        prompt, output, blocks = conversation.ask()
         caller = Caller(conversation, self.fleet.now_ms, prompt, output, blocks)
         self.fleet.at(self.fleet.now_ms + self.fleet.scenario.delays.gateway_ms, self._ask, caller)
 
@@ -232,7 +249,7 @@ class Pool:
             prompt_tokens=caller.prompt,
             max_output_tokens=caller.output,
             priority="batch" if conversation.batch else "interactive",
-            deadline_ms=self.model.demand.deadline_ms,
+            deadline_ms=conversation.demand.deadline_ms,
             stream=True,
             body_hash=f"{conversation.number}.{conversation.turn}",
         )
@@ -244,7 +261,7 @@ class Pool:
         asked = caller.asked
         if not answer.admitted:
             self.refusals[answer.code] = self.refusals.get(answer.code, 0) + 1
-            if caller.tries > self.model.demand.patience or not answer.retry_after_s:
+            if caller.tries > caller.conversation.demand.patience or not answer.retry_after_s:
                 self._end(caller, answer.code)
             else:
                 self.fleet.at(self.fleet.now_ms + answer.retry_after_s * 1000, self._ask, caller)
@@ -252,14 +269,25 @@ class Pool:
         self._check_limits(asked.tenant)
         self._callers[asked.request_id] = caller
         envelope = RequestEnvelope(
-            **{field: getattr(asked, field) for field in _SHARED},
+            request_id=asked.request_id,
+            tenant=asked.tenant,
+            key_id=asked.key_id,
+            model=asked.model,
+            endpoint=asked.endpoint,
+            priority=asked.priority,
+            stream=asked.stream,
+            choices=asked.choices,
+            stream_owner=asked.stream_owner,
+            prompt_tokens=asked.prompt_tokens,
+            max_output_tokens=asked.max_output_tokens,
+            body_hash=asked.body_hash,
+            version=answer.version,
             admitted_at_ms=answer.admitted_at_ms,
             publish_within_ms=answer.publish_within_ms,
             deadline_ms=answer.deadline_ms,
             reply=_REPLY,
             prefix_keys=caller.keys,
         )
-        envelope = msgspec.structs.replace(envelope, version=answer.version)
         self.fleet.at(self.fleet.now_ms + self.fleet.scenario.delays.bus_ms, self._stored, envelope)
 
     def _stored(self, envelope: RequestEnvelope) -> None:
@@ -275,7 +303,8 @@ class Pool:
         self.fleet.observe(self, caller, self.fleet.now_ms)
         conversation = caller.conversation
         if outcome == "completed" and conversation.answered():
-            think_s = self._source.expovariate(1 / self.model.demand.think_s) if self.model.demand.think_s else 0.0
+            mean_s = conversation.demand.think_s
+            think_s = self._source.expovariate(1 / mean_s) if mean_s else 0.0
             self.fleet.at(self.fleet.now_ms + think_s * 1000, self._turn, conversation)
 
     # The core -----------------------------------------------------------------------------------------------
@@ -292,22 +321,23 @@ class Pool:
         self._stepping = False
 
     def _perform(self, effect: events.Effect) -> None:
-        match effect:
-            case events.AnswerAdmission():
-                self._answered(effect)
-            case events.StoreWork():
-                self._store_work(effect)
-            case events.StoreTerminal(event):
-                self._store_end(self._as_pulled(event))
-            case events.SendFrame(_, frame):
-                self._frame(frame.stream, frame.kind, frame.attempt, msgspec.json.decode(frame.data))
-            case events.SendControl(worker, order):
-                self._control(worker, order)
-            case events.ReadEnd(request_id, attempt):
-                if (request_id, attempt) not in self._ended:
-                    self._feed(events.EndMissing(request_id, attempt))
-            case _:
-                pass  # Of streams that are not kept here, or of what people see.
+        perform = self._performers.get(type(effect))
+        if perform is not None:
+            perform(effect)  # Else of streams that are not kept here, or of what people see.
+
+    def _table(self) -> dict[type[events.Effect], Callable[[Any], None]]:
+        return {
+            events.AnswerAdmission: self._answered,
+            events.StoreWork: self._store_work,
+            events.StoreTerminal: lambda effect: self._store_end(self._as_pulled(effect.event)),
+            events.SendFrame: lambda effect: self._frame(effect.frame),
+            events.SendControl: lambda effect: self._control(effect.worker, effect.order),
+            events.ReadEnd: self._read_end,
+        }
+
+    def _read_end(self, effect: events.ReadEnd) -> None:
+        if (effect.request_id, effect.attempt) not in self._ended:
+            self._feed(events.EndMissing(effect.request_id, effect.attempt))
 
     def _store_work(self, effect: events.StoreWork) -> None:
         request = self.core.awaits_work(effect)
@@ -349,12 +379,14 @@ class Pool:
         died = event.outcome == "lost" and bool(self.core.may_have_been_pulled(event))
         return msgspec.structs.replace(event, engine_death=True) if died else event
 
-    def _frame(self, stream: str, kind: str, attempt: int, data: Any) -> None:
+    def _frame(self, frame: Frame) -> None:
         """What the scheduler tells a stream's owner: of a lost attempt, whether its caller has seen anything."""
-        caller = self._callers.get(stream)
-        if kind == "lost" and caller is not None and not caller.worker_given and data.get("tell", True):
+        caller = self._callers.get(frame.stream)
+        if frame.kind != "lost" or caller is None or caller.worker_given:
+            return
+        if msgspec.json.decode(frame.data, type=LostData).tell:
             tenant = f"t{caller.conversation.tenant}"
-            self._feed(events.StatusAsked(tenant, stream, None, void_below=attempt + 1))
+            self._feed(events.StatusAsked(tenant, frame.stream, None, void_below=frame.attempt + 1))
 
     def _check_limits(self, tenant: str) -> None:
         quota = self.core.admission.quotas[tenant]
@@ -395,7 +427,7 @@ class Pool:
         self._plan_ends(machine)
         caller = self._callers.get(job.key[0])
         if caller is not None and job.key not in self._ended:
-            caller.first_ms = job.first_ms if not caller.first_ms else caller.first_ms
+            caller.first_ms = job.began_ms
             self._ended_at(machine, job, "completed")
         if machine.leaving and not machine.running and not machine.waiting:
             self._leave(machine)
@@ -426,7 +458,7 @@ class Pool:
                 cached_tokens=max(0, job.cached),
                 completion_tokens=given,
                 spent_input_tokens=envelope.prompt_tokens,
-                first_token_at_ms=int(job.first_ms) if given else 0,
+                first_token_at_ms=int(job.began_ms) if given else 0,
                 ended_at_ms=int(self.fleet.now_ms),
             )
         )
@@ -471,16 +503,13 @@ class Pool:
 
     def _heartbeat(self, machine: Machine, now_ms: float) -> WorkerHeartbeat:
         timing = machine.timing
+        itl_ms, given = timing.itl_ms, 0
         in_flight = []
-        for job in machine.running.values():
-            given = job.tokens_at(now_ms, timing.itl_ms)
-            caller = self._callers.get(job.key[0])
-            if caller is not None and given and caller.job is job:
-                caller.worker_given = given
-                if not caller.first_ms:
-                    caller.first_ms = job.first_ms
+        for (request_id, attempt), job in machine.running.items():
+            tokens = job.tokens_at(now_ms, itl_ms)
+            given += tokens
             in_flight.append(
-                Progress(request_id=job.key[0], attempt=job.key[1], prompt_tokens=job.prompt, completion_tokens=given)
+                Progress(request_id=request_id, attempt=attempt, prompt_tokens=job.prompt, completion_tokens=tokens)
             )
         in_flight += [Progress(request_id=job.key[0], attempt=job.key[1]) for job in machine.waiting]
         state: WorkerState = "starting" if now_ms < machine.ready_ms else "draining" if machine.leaving else "ready"
@@ -492,12 +521,12 @@ class Pool:
             epoch=EPOCH,
             slots=timing.slots,
             kv_tokens=timing.kv_tokens,
-            kv_tokens_used=machine.held(now_ms),
-            context=2 * self.model.demand.longest,
+            kv_tokens_used=machine.held(given),
+            context=self._context,
             running=len(machine.running),
             waiting=len(machine.waiting),
             prefill_tokens_total=machine.prompt_tokens,
-            decode_tokens_total=machine.done(now_ms),
+            decode_tokens_total=machine.output_tokens + given,
             in_flight=in_flight,
             sent_at_ms=int(now_ms),
         )
@@ -533,23 +562,30 @@ class Pool:
             self._forget(machine)
 
     def _scale(self) -> None:
-        """As ``headrace up --autoscale`` does."""
-        plan = self.core.replicas.plan
+        """As ``headrace up --autoscale`` does; or by counts of requests."""
         there = [machine for machine in self.machines.values() if not machine.leaving]
-        if plan.known and plan.desired > len(there):
-            for _ in range(plan.desired - len(there)):
+        desired = self._desired(len(there))
+        if desired > len(there):
+            for _ in range(desired - len(there)):
                 taken = {machine.number for machine in self.machines.values()}
                 number = next(number for number in range(len(taken) + 1) if number not in taken)
                 self._start(number, self.fleet.now_ms + self.model.worker.start_s * 1000)
-        elif plan.known and plan.desired < len(there):
+        elif desired < len(there):
             idlest = sorted(there, key=lambda machine: len(machine.running) + len(machine.waiting))
-            for machine in idlest[: len(there) - plan.desired]:
+            for machine in idlest[: len(there) - desired]:
                 machine.leaving = True
                 if not machine.running and not machine.waiting:
                     self._leave(machine)
             self._note_replicas()
         if self.fleet.open or self.coming:
             self.fleet.at(self.fleet.now_ms + AUTOSCALE_MS, self._scale)
+
+    def _desired(self, there: int) -> int:
+        if self._count is not None:
+            requests = self.core.admission.waiting if self.model.scale_by == "queued" else len(self.core.requests)
+            return self._count.desired(int(self.fleet.now_ms), requests, there)
+        plan = self.core.replicas.plan
+        return plan.desired if plan.known else there
 
     # The account --------------------------------------------------------------------------------------------
 
@@ -571,4 +607,3 @@ class Pool:
 
 
 _REPLY = Reply(subject="reply.v1.simulated", stream="s")
-_SHARED = sorted({*AdmissionRequest.__struct_fields__} & {*RequestEnvelope.__struct_fields__} - {"deadline_ms"})

@@ -22,7 +22,19 @@ Key = tuple[str, int]
 class Job:
     """One attempt on a machine."""
 
-    __slots__ = ("blocks", "cached", "end_ms", "first_ms", "given", "key", "order", "output", "prompt", "stamp")
+    __slots__ = (
+        "blocks",
+        "cached",
+        "end_ms",
+        "first_ms",
+        "given",
+        "key",
+        "order",
+        "output",
+        "preempted_first_ms",
+        "prompt",
+        "stamp",
+    )
 
     def __init__(self, key: Key, prompt: int, output: int, blocks: Sequence[int]) -> None:
         self.key = key
@@ -35,6 +47,8 @@ class Job:
         """Tokens that it had given when it was preempted."""
         self.first_ms = 0.0
         """When it gives its next first token: of its life, or after a preemption."""
+        self.preempted_first_ms = 0.0
+        """When it gave its first token, if it was preempted since."""
         self.end_ms = 0.0
         self.order = 0
         self.stamp = 0
@@ -45,6 +59,11 @@ class Job:
         if not self.end_ms or now_ms < self.first_ms:
             return self.given
         return min(self.output, self.given + 1 + int((now_ms - self.first_ms) / itl_ms))
+
+    @property
+    def began_ms(self) -> float:
+        """When it gave the first token of its life; 0 before it has begun."""
+        return self.preempted_first_ms or self.first_ms
 
 
 class Machine:
@@ -67,10 +86,13 @@ class Machine:
         self.preemptions = 0
         self.began_ms = ready_ms
         self._cache: OrderedDict[int, None] = OrderedDict()
+        self._blocks_max = timing.kv_tokens // BLOCK
         self._prefill_free_ms = 0.0
         self._orders = 0
         self._prompt_held = 0
         """Prompt tokens of what runs."""
+        self._output_held = 0
+        """Output tokens that it will have given."""
 
     def add(self, job: Job, now_ms: float) -> None:
         """Queue an attempt; it begins at once where there is room."""
@@ -90,30 +112,31 @@ class Machine:
         job.stamp += 1
         job.given = job.tokens_at(now_ms, self.timing.itl_ms)
         self._prompt_held -= job.prompt
+        self._output_held -= job.output
         self.output_tokens += job.given
         self._fill(now_ms)
         return job
 
-    def held(self, now_ms: float) -> int:
-        """KV tokens in use."""
-        itl_ms = self.timing.itl_ms
-        return self._prompt_held + sum(job.tokens_at(now_ms, itl_ms) for job in self.running.values())
+    def held(self, given: int) -> int:
+        """KV tokens in use when what runs has ``given`` so many tokens."""
+        return self._prompt_held + given
 
-    def done(self, now_ms: float) -> int:
-        """Output tokens so far, of those that run, too."""
-        return self.output_tokens + sum(job.tokens_at(now_ms, self.timing.itl_ms) for job in self.running.values())
+    def given(self, now_ms: float) -> int:
+        """Tokens so far of what runs."""
+        itl_ms = self.timing.itl_ms
+        return sum([job.tokens_at(now_ms, itl_ms) for job in self.running.values()])
 
     def _fill(self, now_ms: float) -> None:
         timing = self.timing
         while self.waiting and len(self.running) < timing.slots:
             job = self.waiting[0]
             if self.running and self._prompt_held + job.prompt > timing.kv_tokens - len(self.running):
-                held = self.held(now_ms)
+                held = self.held(self.given(now_ms))
                 if held + job.prompt + job.given + 1 > timing.kv_tokens:
                     return
             self.waiting.popleft()
             self._begin(job, now_ms)
-        if self._prompt_held + sum(job.output for job in self.running.values()) > timing.kv_tokens:
+        if self._prompt_held + self._output_held > timing.kv_tokens:
             self._preempt(now_ms)
 
     def _begin(self, job: Job, now_ms: float) -> None:
@@ -130,28 +153,33 @@ class Machine:
         job.stamp += 1
         self.running[job.key] = job
         self._prompt_held += job.prompt
+        self._output_held += job.output
         self.begun.append(job)
 
     def _preempt(self, now_ms: float) -> None:
-        while len(self.running) > 1 and self.held(now_ms) > self.timing.kv_tokens:
+        while len(self.running) > 1 and self.held(self.given(now_ms)) > self.timing.kv_tokens:
             youngest = max(self.running.values(), key=lambda job: job.order)
             del self.running[youngest.key]
             youngest.given = youngest.tokens_at(now_ms, self.timing.itl_ms)
+            if youngest.given and not youngest.preempted_first_ms:
+                youngest.preempted_first_ms = youngest.first_ms
             youngest.stamp += 1
             self._prompt_held -= youngest.prompt
+            self._output_held -= youngest.output
             self.waiting.appendleft(youngest)
             self.preemptions += 1
 
     def _look_up(self, job: Job) -> int:
         """Prompt tokens that the cache holds; the whole prompt is in it from now on."""
-        cache, hits = self._cache, 0
-        for block in job.blocks:
+        cache, blocks, hits = self._cache, job.blocks, 0
+        for block in blocks:
             if block not in cache:
                 break
+            cache.move_to_end(block)
             hits += 1
-        for block in job.blocks:
+        for block in blocks[hits:]:
             cache[block] = None
             cache.move_to_end(block)
-        while len(cache) > self.timing.kv_tokens // BLOCK:
+        for _ in range(len(cache) - self._blocks_max):
             cache.popitem(last=False)
         return min(hits * BLOCK, max(0, job.prompt - 1))

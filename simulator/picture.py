@@ -1,6 +1,6 @@
 """A run as one SVG, over time: goodput, time to first token, how many workers there were. Needs a browser only."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from simulator.report import Report
@@ -9,16 +9,20 @@ WIDTH, PANEL, LEFT, TOP, GAP = 960, 150, 80, 60, 60
 ACROSS = WIDTH - LEFT - 40
 _STYLE = (
     "text{font:13px system-ui,sans-serif;fill:#222}.grid{stroke:#ddd}.line{fill:none;stroke-width:1.5}"
-    ".a{stroke:#2a7ab0}.b{stroke:#c0392b}.c{stroke:#999;stroke-dasharray:4 3}"
+    ".a{stroke:#2a7ab0}.b{stroke:#c0392b}.c{stroke:#999;stroke-dasharray:4 3}.d{stroke:#e08e0b}.e{stroke:#8e44ad}"
 )
+_STYLES = "cdebacdeba"
+"""Of what is compared: the last one of five is blue."""
 Line = Sequence[tuple[float, float]]
+Panel = tuple[str, list[tuple[str, str, Line]], bool]
+"""Its name; its lines as (style, name, points); whether they go in steps."""
 
 
 def draw(report: Report, title: str) -> str:
     """Requests a second that came and that were good, the first token's median and 95th percentile, workers."""
     series = report.series
     workers = _sum(list(report.replicas.values()))
-    panels: list[tuple[str, list[tuple[str, str, Line]]]] = [
+    panels: list[Panel] = [
         (
             "requests a second",
             [
@@ -26,6 +30,7 @@ def draw(report: Report, title: str) -> str:
                 ("a", "good", [(it.at_s, it.good_per_s) for it in series]),
                 ("b", "refused or failed", [(it.at_s, it.bad_per_s) for it in series]),
             ],
+            False,
         ),
         (
             "time to first token, ms",
@@ -33,17 +38,42 @@ def draw(report: Report, title: str) -> str:
                 ("a", "median", [(it.at_s, it.ttft_p50_ms) for it in series]),
                 ("b", "95 %", [(it.at_s, it.ttft_p95_ms) for it in series]),
             ],
+            False,
         ),
-        ("workers", [("a", "there", workers)]),
+        ("workers", [("a", "there", workers)], True),
     ]
+    return _drawing(f"{title}: seed {report.seed}", panels, report.simulated_s)
+
+
+def compare(reports: Mapping[str, Report], title: str) -> str:
+    """Runs of one demand, by name: what was asked, workers that there were, requests that were not good."""
+    first = next(iter(reports.values()))
+    span_s = max(report.simulated_s for report in reports.values())
+    named = list(zip(_STYLES[-len(reports) :], reports.items(), strict=True))
+    panels: list[Panel] = [
+        ("requests a second", [("c", "asked", [(it.at_s, it.asked_per_s) for it in first.series])], False),
+        ("workers", [(style, name, _sum(list(it.replicas.values()))) for style, (name, it) in named], True),
+        (
+            "not good, a second",
+            [
+                (style, name, [(each.at_s, max(0.0, each.asked_per_s - each.good_per_s)) for each in it.series])
+                for style, (name, it) in named
+            ],
+            False,
+        ),
+    ]
+    return _drawing(title, panels, span_s)
+
+
+def _drawing(title: str, panels: Sequence[Panel], span_s: float) -> str:
     height = TOP + len(panels) * (PANEL + GAP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
         f'<title>{escape(title)}</title><style>{_STYLE}</style><rect width="100%" height="100%" fill="#fff"/>',
-        f'<text x="{LEFT}" y="28" style="font-size:16px">{escape(title)}: seed {report.seed}</text>',
+        f'<text x="{LEFT}" y="28" style="font-size:16px">{escape(title)}</text>',
     ]
-    for number, (name, lines) in enumerate(panels):
-        parts += _panel(TOP + number * (PANEL + GAP), name, lines, report.simulated_s, steps=name == "workers")
+    for number, (name, lines, steps) in enumerate(panels):
+        parts += _panel(TOP + number * (PANEL + GAP), name, lines, span_s, steps=steps)
     return "\n".join([*parts, "</svg>"])
 
 
@@ -70,7 +100,7 @@ def _panel(top: float, name: str, lines: list[tuple[str, str, Line]], span_s: fl
         if steps and before is not None:
             points.append(f"{LEFT + ACROSS:.1f},{before:.1f}")
         yield f'<polyline class="line {style}" points="{" ".join(points)}"/>'
-        x = LEFT + 260 + number * 170
+        x = LEFT + 150 + number * 145
         yield f'<line class="line {style}" x1="{x}" x2="{x + 24}" y1="{top - 12}" y2="{top - 12}"/>'
         yield f'<text x="{x + 30}" y="{top - 8}">{escape(words)}</text>'
 

@@ -113,6 +113,22 @@ class _Account:
         self.good += good
         return good
 
+    def merge(self, other: "_Account") -> None:
+        """Count what the other one counted, too."""
+        self.requests += other.requests
+        for outcome, count in other.ended.items():
+            self.ended[outcome] = self.ended.get(outcome, 0) + count
+        for own, others in ((self.ttft, other.ttft), (self.tpot, other.tpot), (self.e2e, other.e2e)):
+            own.extend(others)
+        self.good += other.good
+        self.prompt += other.prompt
+        self.cached += other.cached
+        self.output += other.output
+        for tenant, (asked, served) in other.tenants.items():
+            both = self.tenants.setdefault(tenant, [0, 0])
+            both[0] += asked
+            both[1] += served
+
     def report(self, name: str, pools: list[Pool], span_s: float) -> ModelReport:
         machines = [machine for pool in pools for machine in (*pool.machines.values(), *pool.gone)]
         end_ms = pools[0].fleet.now_ms
@@ -186,16 +202,14 @@ def simulate(scenario: Scenario, folder: Path, progress: Callable[[int], None] =
 
     Raises AssertionError when a rule of the service is broken: that is a bug in it.
     """
-    total = _Account(scenario)
     accounts = {model.name: _Account(scenario) for model in scenario.models}
 
     def observe(pool: Pool, caller: Caller, now_ms: float) -> None:
-        good = total.take(caller, now_ms)
+        good = accounts[pool.model.name].take(caller, now_ms)
         completed = caller.outcome == "completed"
         made.append((caller.due_ms - begin_ms) / 1000)
         waited.append(caller.first_ms - caller.due_ms if completed else -1.0)
         goods.append(good)
-        accounts[pool.model.name].take(caller, now_ms)
         last[0] = now_ms
 
     last = [0.0]
@@ -203,6 +217,9 @@ def simulate(scenario: Scenario, folder: Path, progress: Callable[[int], None] =
     fleet = Fleet(scenario, folder, observe)
     begin_ms = fleet.now_ms
     fleet.run(progress)
+    total = _Account(scenario)
+    for account in accounts.values():
+        total.merge(account)
     assert total.requests == fleet.asked, "every request ends once"
     span_s = max(1e-3, (last[0] - begin_ms) / 1000)
     return Report(

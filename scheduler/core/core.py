@@ -419,8 +419,9 @@ class Core(Lifecycle):
                 continue
             request.was_in_flight = True
             request.progress = progress
-            self.versions.progressed(progress)
-            if progress.completion_tokens >= request.suspect_tokens:
+            if self.versions.rollout is not None:
+                self.versions.progressed(progress)
+            if worker.suspects and progress.completion_tokens >= request.suspect_tokens:
                 worker.suspects.discard(request.id)
             if progress.completion_tokens > 0 and request.state in (State.DISPATCHING, State.DISPATCHED):
                 self.pool.placement.prefilled(request, worker.load, self.now_ms)
@@ -554,12 +555,14 @@ class Core(Lifecycle):
 
     def _withdraw_lost_work(self) -> None:
         """What a usable worker should have pulled long ago did not reach it."""
+        overdue_ms = self.now_ms - self.settings.pickup_timeout_ms
         for worker in self.pool.workers.values():
-            for request_id in worker.work if self.pool.usable(worker) else ():
+            if not self.pool.usable(worker):
+                continue
+            for request_id in [each for each in worker.work if each not in worker.in_flight]:
                 request = self.requests[request_id]
-                overdue = request.dispatched_at_ms + self.settings.pickup_timeout_ms <= self.now_ms
-                picked_up = request_id in worker.in_flight or request.was_in_flight
-                if request.state is State.DISPATCHED and overdue and not picked_up:
+                overdue = request.dispatched_at_ms <= overdue_ms and not request.was_in_flight
+                if overdue and request.state is State.DISPATCHED:
                     self.propose_end(request, "lost", "worker_lost", "The attempt did not reach its worker.")
 
     def _look_for_missed_ends(self) -> None:
@@ -568,8 +571,10 @@ class Core(Lifecycle):
             for request_id in worker.work:
                 request = self.requests[request_id]
                 if request_id in worker.in_flight:
-                    request.gone_since_ms, request.end_asked = 0, False
-                elif request.was_in_flight and request.state in WITH_WORKER and not request.gone_since_ms:
+                    if request.gone_since_ms:
+                        request.gone_since_ms, request.end_asked = 0, False
+                    continue
+                if request.was_in_flight and request.state in WITH_WORKER and not request.gone_since_ms:
                     request.gone_since_ms = self.now_ms
                 overdue = request.gone_since_ms and self.now_ms - request.gone_since_ms >= self.settings.end_overdue_ms
                 if overdue and request.state in WITH_WORKER:

@@ -87,15 +87,16 @@ class Placement:
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         prompt, runs = self._uncached(request)
-        most = 1 + CROWDED * sum([each.load.count for each in candidates]) / len(candidates)
+        loads = [each.load for each in candidates]
+        most = 1 + CROWDED * sum([load.count for load in loads]) / len(loads)
         best, least = candidates[0], math.inf
-        for each in candidates:
-            load = each.load
+        for each, load in zip(candidates, loads, strict=True):
             cache, uncached, count = load.cache, prompt, load.count
-            for bits, left in runs:
-                if bits & cache.bit:
-                    uncached = left
-                    break
+            if runs:
+                for bits, left in runs:
+                    if bits & cache.bit:
+                        uncached = left
+                        break
             if cache.blocks >= cache.full_at:
                 uncached *= WHEN_FULL
             cost: float = (load.prompts.tokens + uncached) * (count + 1)

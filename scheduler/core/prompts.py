@@ -36,11 +36,25 @@ class Expected(NamedTuple):
 class Prompts:
     """Of one worker."""
 
-    __slots__ = ("_first_since_ms", "_left", "_measured_ms", "_measured_tokens", "_since_ms", "_tokens", "tokens")
+    __slots__ = (
+        "_first_since_ms",
+        "_left",
+        "_measured_ms",
+        "_measured_tokens",
+        "_since_ms",
+        "_tokens",
+        "enough",
+        "per_ms",
+        "tokens",
+    )
 
     def __init__(self) -> None:
         self.tokens = 0
         """Left to compute, of those of which no token is known."""
+        self.per_ms = 0.0
+        """Tokens that it computes in a millisecond; 0 while that is unknown."""
+        self.enough = False
+        """Whether more would only wait there."""
         self._left: dict[str, int] = {}
         """By request, in order."""
         self._first_since_ms = 0
@@ -62,11 +76,6 @@ class Prompts:
         """Request whose prompt came first."""
         return next(iter(self._left))
 
-    @property
-    def per_ms(self) -> float:
-        """Tokens that it computes in a millisecond; 0 while that is unknown."""
-        return self._measured_tokens / self._measured_ms if self._measured_ms else 0.0
-
     def came(self, request_id: str, tokens: int, now_ms: int) -> None:
         """One more, behind the others."""
         if not self._left:
@@ -74,6 +83,7 @@ class Prompts:
             self._tokens = 0
         self._left[request_id] = tokens
         self.tokens += tokens
+        self.enough = self._is_enough()
 
     def left(self, request_id: str, now_ms: int, *, computed: bool) -> None:
         """Its first token is known of (``computed``, since it came), or it ended without one."""
@@ -83,20 +93,23 @@ class Prompts:
             self._first_since_ms = now_ms
         del self._left[request_id]
         self.tokens -= tokens
-        if not computed:
+        if computed:
+            self._measure(tokens, now_ms)
+        else:
             self._since_ms, self._tokens = now_ms, 0
-            return
+        self.enough = self._is_enough()
+
+    def _measure(self, tokens: int, now_ms: int) -> None:
         self._tokens += tokens
         span_ms = now_ms - self._since_ms
         if span_ms >= MEASURED_MS and self._tokens >= MEASURED_TOKENS:
             keep = math.exp(-span_ms / MEMORY_MS)
             self._measured_tokens = self._measured_tokens * keep + self._tokens
             self._measured_ms = self._measured_ms * keep + span_ms
+            self.per_ms = self._measured_tokens / self._measured_ms
             self._since_ms, self._tokens = now_ms, 0
 
-    @property
-    def enough(self) -> bool:
-        """Whether more would only wait there."""
+    def _is_enough(self) -> bool:
         if self.tokens <= BEHIND_TOKENS or len(self._left) < 2:
             return False
         behind = self.tokens - self._left[self.first]
@@ -104,25 +117,28 @@ class Prompts:
 
     def first_token_ms(self, tokens: int, now_ms: int) -> int:
         """From now until the first token of one more prompt, of so many tokens to compute; 0 while that is unknown."""
-        per_ms = self.per_ms
-        if not per_ms:
-            return 0
-        before = float(self.tokens)
-        if self._left:
-            before -= min(self._left[self.first], per_ms * (now_ms - self._first_since_ms))
-        return math.ceil((before + tokens) / per_ms)
+        return math.ceil((self.before(now_ms) + tokens) / self.per_ms) if self.per_ms else 0
+
+    def before(self, now_ms: int) -> float:
+        """Tokens left to compute by now, less what is done of the first prompt."""
+        if not self._left:
+            return 0.0
+        return self.tokens - min(self._left[self.first], self.per_ms * (now_ms - self._first_since_ms))
 
 
 def expected(tokens: int, uncached: float, workers: list[Prompts], now_ms: int) -> Expected:
     """Of one more prompt at one of the workers; ``uncached``: share of all prompts that has to be computed."""
     left = round(tokens * uncached)
-    known = [
-        (prompts.first_token_ms(left, now_ms), math.ceil(left / prompts.per_ms))
-        for prompts in workers
-        if prompts.per_ms
-    ]
-    if not known:
+    least, fastest, together, known = math.inf, 0.0, 0.0, True
+    for prompts in workers:  # No call for who has none: each admission comes here.
+        if not (per_ms := prompts.per_ms):
+            known = False
+            continue
+        together += per_ms
+        first_ms = ((prompts.before(now_ms) if prompts.tokens else 0.0) + left) / per_ms
+        if first_ms < least or (first_ms == least and per_ms > fastest):
+            least, fastest = first_ms, per_ms
+    if not fastest:
         return Expected()
-    first_token_ms, alone_ms = min(known)
-    together = sum(prompts.per_ms for prompts in workers) if len(known) == len(workers) else 0.0
-    return Expected(first_token_ms, alone_ms, together / max(uncached, 0.01))
+    per_ms = together / max(uncached, 0.01) if known else 0.0
+    return Expected(math.ceil(least), math.ceil(left / fastest), per_ms)

@@ -34,6 +34,7 @@ class Request:
         "given_back",
         "gone_since_ms",
         "history",
+        "id",
         "joining",
         "prefix",
         "progress",
@@ -41,6 +42,7 @@ class Request:
         "request_seq",
         "state",
         "suspect_tokens",
+        "tenant",
         "unconfirmed",
         "was_in_flight",
         "withdrawn",
@@ -52,6 +54,10 @@ class Request:
     def __init__(self, envelope: RequestEnvelope) -> None:
         self.envelope = envelope
         """Without a body; before REQUESTS stored it, with an empty reply."""
+        self.id = envelope.request_id
+        """``request_id`` of all messages about it."""
+        self.tenant = envelope.tenant
+        """Whose limits it counts against."""
         self.state = State.NEW
         self.cost = reserved(envelope)
         self.prefix = numbers_of(envelope.prefix_keys)
@@ -96,7 +102,7 @@ class Request:
         """Stream -> its owner, of a request with an idempotency key: those that read it, who asked first included."""
         self.joining: list[Any] = []
         """Askings under its idempotency key that wait until it is stored."""
-        self.history: list[str] = []
+        self.history: list[tuple[int, State, int, Trigger]] = []
         """The last changes: time, state and attempt before, trigger."""
 
     @classmethod
@@ -149,16 +155,6 @@ class Request:
         self.prefix = numbers_of(envelope.prefix_keys)
 
     @property
-    def id(self) -> str:
-        """``request_id`` of all messages about it."""
-        return self.envelope.request_id
-
-    @property
-    def tenant(self) -> str:
-        """Whose limits it counts against."""
-        return self.envelope.tenant
-
-    @property
     def is_withdrawn(self) -> bool:
         """Whether its end leaves its idempotency key free: who asked has been told, or is told, to ask again."""
         return self.withdrawn or self.cancel_reason == WITHDRAWN
@@ -176,13 +172,14 @@ class Request:
         if following is None:
             raise InvalidTransition(f"{trigger} does not follow: {self}")
         if trigger is not Trigger.ADMITTED:  # The beginning of every history that shows no other.
-            self.history.append(f"{now_ms} {self.state}, attempt {self.attempt}: {trigger}")
+            self.history.append((now_ms, self.state, self.attempt, trigger))
             if len(self.history) > HISTORY_MAX:
                 del self.history[0]
         self.state = following
 
     def __str__(self) -> str:
-        return f"request {self.id} is {self.state} after [{'; '.join(self.history)}]"
+        changes = (f"{at_ms} {state}, attempt {attempt}: {trigger}" for at_ms, state, attempt, trigger in self.history)
+        return f"request {self.id} is {self.state} after [{'; '.join(changes)}]"
 
 
 def numbers_of(keys: bytes) -> "array[int]":

@@ -212,8 +212,13 @@ class WorkerPool:
 
     def all_slow_since_ms(self) -> int:
         """Since when every worker that is ready has been slow; 0 while one is not, or none is ready."""
-        since = [worker.slow_since_ms for worker in self.workers.values() if worker.beat.state == "ready"]
-        return max(since) if all(since) and since else 0
+        latest = 0
+        for worker in self.workers.values():
+            if worker.beat.state == "ready":
+                if not worker.slow_since_ms:
+                    return 0
+                latest = max(latest, worker.slow_since_ms)
+        return latest
 
     def expect(self, name: str, model: str, version: str) -> Worker:
         """A worker known only from its work (after a takeover): lost unless it is heard."""
@@ -254,17 +259,12 @@ class WorkerPool:
     def has_room(self, version: str = "") -> bool:
         """Whether some worker has a free slot and not prompts enough; one of that version, if one is named."""
         return any(
-            self.usable(worker)
-            and worker.slots_reserved < worker.beat.slots
-            and not worker.load.prompts.enough
-            and (not version or worker.beat.version == version)
-            for worker in self.workers.values()
+            worker.slots_reserved < worker.slots and not worker.load.prompts.enough for worker in self._able(version)
         )
 
     def expected(self, tokens: int, uncached: float, version: str, now_ms: int) -> Expected:
         """When one more prompt would have its first token; ``uncached``: share of all that is to be computed."""
-        able = [it for it in self.workers.values() if self.usable(it) and (not version or it.beat.version == version)]
-        return expected(tokens, uncached, [worker.load.prompts for worker in able], now_ms)
+        return expected(tokens, uncached, [worker.load.prompts for worker in self._able(version)], now_ms)
 
     def slots(self, version: str) -> int:
         """Of the version's workers that take work now."""
@@ -293,22 +293,29 @@ class WorkerPool:
             if w.slots_reserved + min(choices, w.slots) <= w.slots
             and w.kv_reserved + min(tokens, w.kv_limit) <= w.kv_limit
         ]
-        in_time = self.placement.in_time(request, fitting, now_ms)
-        if fitting and not in_time:
+        best = self.placement.choose(request, fitting)
+        if best is None or self.placement.in_time(request, [best], now_ms):
+            return best
+        if not (in_time := self.placement.in_time(request, fitting, now_ms)):
             raise TooLate
         return self.placement.choose(request, in_time)
 
     def _willing(self, request: Request) -> list[Worker]:
         """Those that may run it. One that gave it back only when there is no other, and once it was heard since."""
-        version = request.envelope.version
-        able = self._usable.get(version)
-        if able is None:
-            able = [w for w in self.workers.values() if self.usable(w) and (not version or w.beat.version == version)]
-            self._usable[version] = able
+        able = self._able(request.envelope.version)
         if not (given_back := request.given_back):
             return able
         others = [worker for worker in able if worker.beat.worker not in given_back]
         return others or [worker for worker in able if worker.heard_at_beat > given_back[worker.beat.worker]]
+
+    def _able(self, version: str) -> list[Worker]:
+        """The usable ones; of that version, if one is named."""
+        able = self._usable.get(version)
+        if able is None:
+            able = [w for w in self.workers.values() if self.usable(w) and (not version or w.beat.version == version)]
+            if able:  # Any caller may name a version that nobody has.
+                self._usable[version] = able
+        return able
 
     def assign(self, worker: Worker, request: Request, now_ms: int) -> None:
         """Take up room for the request's attempt."""

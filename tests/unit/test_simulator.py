@@ -8,8 +8,9 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
+from simulator.autoscale import RequestCount
 from simulator.machine import BLOCK, Job, Machine
-from simulator.picture import draw
+from simulator.picture import compare, draw
 from simulator.report import Report, simulate
 from simulator.scenario import BadScenario, Scenario, Timing, load
 
@@ -128,6 +129,38 @@ def test_workers_come_and_go() -> None:
     assert report.total.ended["completed"] > 1_700
 
 
+def test_several_kinds_of_callers_come_independently() -> None:
+    long = {"rate": 0.5, "steps": [(0, 0.0), (50, 1.0)], "prompt": {"mu": 8.0}, "output": {"mu": 1.0}, "tenants": 20}
+    chat = {"rate": 4.0, **EXACT}
+    both = run(requests=400, models=[model(demand=[chat, long])])
+    assert both.total.ended == {"completed": 400}
+    alone = run(requests=200, models=[model(demand=chat)])
+    assert [it.asked_per_s for it in both.series[:5]] != [0.0] * 5
+    assert both.total.ttft_ms.p99 > alone.total.ttft_ms.p99 + 200, "a prompt of 2,981 tokens takes 373 ms"
+
+
+@pytest.mark.parametrize("scale_by", ["in_flight", "queued"])
+def test_workers_by_counts_of_requests_come_and_go(scale_by: str) -> None:
+    demand = {"rate": 6.0, "steps": [(0, 1.0), (60, 3.0), (140, 0.5)], **EXACT}
+    scaled = model(workers=1, autoscale=(1, 8), scale_by=scale_by, requests_per_worker=8.0, demand=demand)
+    report = run(requests=2_900, models=[scaled])
+    counts = [workers for _, workers, _ in report.replicas["m"]]
+    assert 1 < max(counts) <= 8
+    assert counts[-1] < max(counts)
+
+
+def test_counting_requests_follows_the_rule_of_kubernetes() -> None:
+    count = RequestCount(10.0, 1, 100)
+    assert count.desired(0, 0, 3) == 3, "down to the most that was wanted lately: nothing yet"
+    count = RequestCount(10.0, 1, 100)
+    assert count.desired(15_000, 32, 3) == 3, "within a tenth"
+    assert count.desired(30_000, 200, 3) == 7, "four more at most"
+    assert count.desired(31_000, 900, 7) == 7, "looks every 15 s"
+    assert count.desired(45_000, 900, 7) == 14, "or twice as many"
+    assert count.desired(60_000, 10, 14) == 14, "what was wanted five minutes ago holds"
+    assert count.desired(400_000, 10, 14) == 1
+
+
 def test_a_full_cache_preempts_the_youngest() -> None:
     machine = Machine("w", 0, Timing(slots=4, kv_tokens=1_000, prefill_tps=1e6, itl_ms=10), 0)
     for number in range(3):
@@ -160,6 +193,14 @@ def test_the_least_recently_used_blocks_go() -> None:
         ("[[models]]\nname = 'm'\nautoscale = [3, 1]", "autoscale"),
         ("[[models]]\nname = 'm'\n[[failures]]\nat_s = 1.0\nwhat = 'worker'\nmodel = 'x'", "none of the models"),
         ("[[models]]\nname = 'm'\ndemand = {rate = 0.0}", "rate"),
+        ("[[models]]\nname = 'm'\ndemand = {rate = inf}", "rate"),
+        ("[[models]]\nname = 'm'\ndemand = {rate = nan}", "rate"),
+        ("[[models]]\nname = 'm'\ndemand = {prompt = {mu = 800.0}}", "mu"),
+        ("[[models]]\nname = 'm'\ndemand = {steps = [[5.0, 1.0], [0.0, 2.0]]}", "order"),
+        ("[[models]]\nname = 'm'\ndemand = {steps = [[0.0, 1.0], [5.0, 0.0]]}", "never end"),
+        ("[[models]]\nname = 'm'\ndemand = []", "demand"),
+        ("[[models]]\nname = 'm'\nautoscale = [1, 0]", "autoscale"),
+        ("[[models]]\nname = 'm'\nscale_by = 'moon'", "scale_by"),
         ("models = [", "Invalid"),
     ],
 )
@@ -184,6 +225,6 @@ def test_a_trace_is_replayed_with_what_its_prompts_share(tmp_path: Path) -> None
 
 def test_a_run_is_drawn_and_its_names_are_text_only() -> None:
     report = run(requests=50, models=[model(demand={"rate": 5.0, **EXACT})])
-    picture = draw(report, "<script>")
-    assert ElementTree.fromstring(picture).tag.endswith("svg")  # noqa: S314 (our own)
-    assert "<script>" not in picture
+    for picture in (draw(report, "<script>"), compare({"<script>": report, "b": report}, "<script>")):
+        assert ElementTree.fromstring(picture).tag.endswith("svg")  # noqa: S314 (our own)
+        assert "<script>" not in picture
