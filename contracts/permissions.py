@@ -226,7 +226,7 @@ def _worker_publishes(own: Own) -> Iterator[str]:
     yield own(subjects.worker_pulse)
     yield own(subjects.worker_cache)
     yield from _pull(topology.WORK, "*", own(subjects.work))
-    yield from _watch(topology.MODELS, topology.VERSIONS)
+    yield from _watch(topology.MODELS, topology.VERSIONS, topology.ROLLOUTS)
     for stream in (
         topology.ATTEMPTS,
         f"KV_{topology.MODELS}",

@@ -1,7 +1,8 @@
 """LoRA adapters: models of their own that the engine of their base serves beside it, as many as it has room for.
 
-Each has a worker here as the bus sees it: a name, an owner, limits, versions, a core. Its engine is the base's, and so
-are the slots, of which all take what is free. An adapter that is published is loaded and served without a restart.
+Each has a worker here as the bus sees it: a name, an owner, limits, a core. Its engine is the base's, and so are the
+slots, of which all take what is free. An adapter that is published is loaded and served without a restart. While a new
+version of one is rolled out both are served, by two such workers.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import structlog
 from contracts import registry, subjects, topology
 from contracts.bus import Bus, KvEntry
 from contracts.messages.records import Base, Manifest, ModelRecord
+from contracts.messages.rollouts import OVER, RolloutPlan, RolloutProgress
 from worker.config import WorkerConfig
 from worker.engines.base import Counts, Engine, EngineFailure, EngineStats, Give, Job
 from worker.engines.cached_blocks import CachedBlocks
@@ -76,8 +78,9 @@ class AdapterLoader(Loader):
         try:
             engine = await self._supervisor.serving()
             self.stage = f"loading {manifest.version}"
-            await engine.load_adapter(manifest.name, here.path)
-            adapter = AdapterEngine(engine, manifest.name, lambda: self._supervisor.engine)
+            called = f"{manifest.name}@{manifest.version}"
+            await engine.load_adapter(called, here.path)
+            adapter = AdapterEngine(engine, called, lambda: self._supervisor.engine)
             await prove(adapter, manifest)
         finally:
             self.stage = ""
@@ -89,14 +92,24 @@ def no_engine(manifest: Manifest) -> Engine:
     raise EngineFailure("internal_error", f"{manifest.name} is an adapter: its base's worker serves it")
 
 
+Served = tuple[str, str]
+"""Name and version of an adapter."""
+
+
 class Wanted:
-    """Which adapters a worker of ``base`` is to serve: those whose model's stable version is one of it. Pure."""
+    """Which adapters a worker of ``base`` is to serve. Pure.
+
+    Those whose model's stable version is one of it, and the new version of an open roll-out likewise.
+    """
 
     def __init__(self, base: Base) -> None:
         self.base = base
         self._records: dict[str, ModelRecord] = {}
         self._versions: dict[str, Manifest] = {}
-        """Both by their keys."""
+        self._plans: dict[str, RolloutPlan] = {}
+        """All by their keys."""
+        self._over: dict[str, str] = {}
+        """Model -> id of a roll-out that is over."""
 
     def set_model(self, key: str, record: ModelRecord | None) -> None:
         """A removed model is served until its owner has forgotten it: what it had admitted goes on."""
@@ -111,13 +124,26 @@ class Wanted:
         else:
             self._versions.pop(key, None)
 
-    def now(self) -> dict[str, tuple[ModelRecord, Manifest]]:
-        """By name."""
+    def set_plan(self, key: str, plan: RolloutPlan | None) -> None:
+        if plan is None:
+            self._plans.pop(key, None)
+        else:
+            self._plans[key] = plan
+
+    def set_progress(self, progress: RolloutProgress) -> None:
+        if progress.phase in OVER:
+            self._over[progress.model] = progress.id
+
+    def now(self) -> dict[Served, tuple[ModelRecord, Manifest]]:
+        """By name and version."""
         found = {}
         for key, record in self._records.items():
-            manifest = self._versions.get(f"{key}.{subjects.encode(record.stable)}")
-            if manifest is not None and manifest.base == self.base:
-                found[record.name] = (record, manifest)
+            plan = self._plans.get(key)
+            rolled_out = [plan.to] if plan is not None and self._over.get(record.name) != plan.id else []
+            for version in (record.stable, *rolled_out):
+                manifest = self._versions.get(f"{key}.{subjects.encode(version)}")
+                if manifest is not None and manifest.base == self.base:
+                    found[record.name, version] = (record, manifest)
         return found
 
 
@@ -136,7 +162,7 @@ class Adapters:
         self._bus = bus
         self._wanted = Wanted(base)
         self._serve = serve
-        self._serving: dict[str, tuple[Manifest, asyncio.Task[None], Callable[[], None]]] = {}
+        self._serving: dict[Served, tuple[Manifest, asyncio.Task[None], Callable[[], None]]] = {}
         self._changed = asyncio.Event()
         self._closed = False
 
@@ -145,6 +171,7 @@ class Adapters:
         watches = [
             await self._bus.kv.watch(topology.VERSIONS, self._on_version),
             await self._bus.kv.watch(topology.MODELS, self._on_model),
+            await self._bus.kv.watch(topology.ROLLOUTS, self._on_rollout),
         ]
         try:
             while True:
@@ -157,7 +184,7 @@ class Adapters:
 
     def served(self) -> list[str]:
         """Names of those that are served, or are to be."""
-        return sorted(self._serving.keys() | self._wanted.now().keys())
+        return sorted({name for name, _ in self._serving.keys() | self._wanted.now().keys()})
 
     def based_on(self, base: Base) -> None:
         """The worker serves another version now, and adapters of that."""
@@ -174,18 +201,18 @@ class Adapters:
 
     def _look(self) -> None:
         wanted = {} if self._closed else self._wanted.now()
-        for name, (manifest, _, leave) in self._serving.items():
-            if name not in wanted or wanted[name][1] != manifest:
+        for served, (manifest, _, leave) in self._serving.items():
+            if served not in wanted or wanted[served][1] != manifest:
                 leave()
-        for name in wanted.keys() - self._serving.keys():
-            record, manifest = wanted[name]
+        for served in wanted.keys() - self._serving.keys():
+            record, manifest = wanted[served]
             task, leave = self._serve(record, manifest)
-            self._serving[name] = manifest, task, leave
-            task.add_done_callback(partial(self._ended, name))
-            _log.info("adapter_served", model=name, version=manifest.version)
+            self._serving[served] = manifest, task, leave
+            task.add_done_callback(partial(self._ended, served))
+            _log.info("adapter_served", model=record.name, version=manifest.version)
 
-    def _ended(self, name: str, _: asyncio.Task[None]) -> None:
-        self._serving.pop(name, None)
+    def _ended(self, served: Served, _: asyncio.Task[None]) -> None:
+        self._serving.pop(served, None)
         self._changed.set()
 
     def _on_model(self, key: str, entry: KvEntry | None) -> None:
@@ -200,4 +227,15 @@ class Adapters:
             self._wanted.set_version(key, None if entry is None else registry.read_version(entry))
         except msgspec.MsgspecError as error:
             _log.error("manifest_unreadable", key=key, reason=str(error))
+        self._changed.set()
+
+    def _on_rollout(self, key: str, entry: KvEntry | None) -> None:
+        try:
+            if registry.is_progress(key):
+                if entry is not None:
+                    self._wanted.set_progress(registry.read_progress(entry))
+            else:
+                self._wanted.set_plan(key, None if entry is None else registry.read_plan(entry))
+        except msgspec.MsgspecError as error:
+            _log.error("rollout_unreadable", key=key, reason=str(error))
         self._changed.set()

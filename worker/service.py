@@ -357,6 +357,8 @@ class Worker:
         """Have another version's files here while this one is served."""
         name = self._manifest.name
         try:
+            if self._host is not None:
+                raise HeadraceError("conflict", "each version of an adapter has a worker of its own beside its base's")
             if self._adapters is not None and (adapters := self._adapters.served()):
                 served = f"it serves adapters of {self._manifest.version}: {', '.join(adapters)}"
                 raise HeadraceError("conflict", f"{served[:500]}; give them versions for {version}, or remove them")

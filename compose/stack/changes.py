@@ -68,7 +68,8 @@ class Changes:
             record = await registry.model(bus, call.model)
             if base := (await registry.version(bus, record.name, call.version or record.stable)).base:
                 raise ComposeError(
-                    f"{call.model} is an adapter: the workers of {base.model} serve it; add one of those"
+                    f"{call.model} is an adapter: the workers of {base.model} serve it; add one of those: "
+                    f"headrace worker add {base.model} --version {base.version}"
                 )
             async with audit.recorded(bus, operator(), "workers.add", call.model, call):
                 await self._admit([self._workers.user(ahead) for ahead in range(call.count)])

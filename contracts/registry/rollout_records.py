@@ -124,8 +124,6 @@ def _cannot_share(old: Manifest, new: Manifest) -> str:
 
     A request is checked and counted once, as the stable version wants it, before it is given its version.
     """
-    if new.base is not None:
-        return "is an adapter, and workers of its base serve its model's stable version alone: there are no shares"
     if new.tokenizer_fingerprint != old.tokenizer_fingerprint:
         return f"counts tokens otherwise than {old.version}: its tokenizer or its chat template is another one"
     if new.context < old.context:

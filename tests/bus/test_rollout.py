@@ -12,7 +12,6 @@ from contracts.audit import Actor
 from contracts.bus import Bus
 from contracts.errors import HeadraceError
 from contracts.forms import NewRollout, NewTenant, RolloutChange
-from contracts.messages.records import Base
 from contracts.messages.rollouts import SHADOW_TENANT, RolloutEvent
 from contracts.registry import ShownRollout
 from scheduler import recovery
@@ -184,7 +183,6 @@ async def test_a_plan_that_makes_no_sense_is_refused_and_nothing_is_kept(
         ({"endpoints": ("completions",)}, "has no chat/completions"),
         ({"capabilities": ("json",)}, "has no tools, which v0 has"),
         ({"price_tier": "premium"}, "is of the price tier premium, above the standard of v0"),
-        ({"base": Base(model=MODEL, version="v1")}, "is an adapter"),
     ],
 )
 async def test_versions_of_which_one_cannot_do_what_the_other_can_share_no_requests(

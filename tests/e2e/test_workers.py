@@ -248,6 +248,7 @@ def test_adapters_are_models_that_the_bases_workers_serve(stack: Stack) -> None:
     wait_until(lambda: {name for name, _ in used()} >= {"b/1", "tuned", "other"}, "usage is by adapter")
     refused = stack.cli("worker", "add", "tuned")
     assert refused.returncode == 1 and "is an adapter: the workers of b/1 serve it" in refused.stderr
+    roll_out_an_adapter(stack)
     refused = stack.cli("model", "remove", "b/1")
     assert refused.returncode == 1 and "adapters of b/1; remove them first" in refused.stderr
     refused = stack.cli("model", "unpublish", "b/1", "--version", "sim-1")
@@ -255,7 +256,35 @@ def test_adapters_are_models_that_the_bases_workers_serve(stack: Stack) -> None:
     for name in ("tuned", "other"):
         stack.cli_json("model", "remove", name)
     wait_until(lambda: ask(stack, "tuned").status_code == 404, "it is gone")
+    with stack.admin() as admin:
+        wait_until(lambda: admin.get("/admin/v1/rollouts").json()["data"] == [], "so is its roll-out")
     assert ask(stack, "b/1").status_code == 200
+
+
+def roll_out_an_adapter(stack: Stack) -> None:
+    """Each worker of the base serves both versions meanwhile, and one before and after."""
+    stack.cli_json("model", "publish", "tuned", "--version", "v2-t", "--base", "b/1", "--no-golden")
+
+    def answered() -> str:
+        answer = ask(stack, "tuned")
+        assert answer.json()["model"] == "tuned"
+        return answer.headers["x-headrace-model"]
+
+    with stack.admin() as admin:
+
+        def served() -> set[str]:
+            queues = {each["model"]: each for each in admin.get("/admin/v1/queues").json()["data"]}
+            return {each["version"] for each in queues["tuned"]["workers"] if each["state"] == "ready"}
+
+        for wanted, left in (("abort", "v1-t"), ("promote", "v2-t")):
+            plan = {"to": "v2-t", "steps": [50], "hold_ms": 3_600_000, "shadow": 0}
+            assert admin.post("/admin/v1/models/tuned/rollout", json=plan).status_code == 201
+            wait_until(lambda: served() == {"v1-t", "v2-t"}, "both are served")
+            wait_until(lambda: answered() == "tuned@v2-t", "the new one has its share")
+            wait_until(lambda: answered() == "tuned@v1-t", "and the old one its own")
+            assert admin.patch("/admin/v1/models/tuned/rollout", json={"wanted": wanted}).status_code == 200
+            wait_until(lambda left=left: served() == {left}, f"{left} alone is served")  # type: ignore[misc]
+            assert answered() == f"tuned@{left}"
 
 
 @pytest.mark.parametrize(

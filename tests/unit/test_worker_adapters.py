@@ -1,6 +1,9 @@
 """Which adapters a worker serves, and how those who share an engine share its room."""
 
+import msgspec
+
 from contracts.messages.records import Base, Manifest, ModelRecord
+from contracts.messages.rollouts import RolloutPlan, RolloutProgress
 from tests.unit.test_worker_core import World, item
 from worker.adapters import Wanted
 from worker.core.attempts import Occupancy
@@ -33,6 +36,27 @@ def test_wanted_is_what_a_model_serves_of_this_version_of_the_base() -> None:
     assert wanted.now()  # What it had admitted goes on.
     wanted.set_model("a", None)
     assert wanted.now() == {}
+
+
+def test_both_versions_are_wanted_while_one_is_rolled_out() -> None:
+    wanted = Wanted(BASE)
+    wanted.set_model("a", ModelRecord(name="a", stable="v1"))
+    for version in ("v1", "v2"):
+        wanted.set_version(f"a.{version}", adapter(version))
+    plan = RolloutPlan(id="1", model="a", to="v2", steps=[50], hold_ms=0)
+    progress = RolloutProgress(id="1", model="a", stable="v1", to="v2", phase="live")
+    wanted.set_plan("a", plan)
+    assert set(wanted.now()) == {("a", "v1"), ("a", "v2")}
+    wanted.set_progress(progress)
+    assert set(wanted.now()) == {("a", "v1"), ("a", "v2")}
+    wanted.set_progress(msgspec.structs.replace(progress, phase="stopped"))
+    assert set(wanted.now()) == {("a", "v1")}
+    wanted.set_plan("a", msgspec.structs.replace(plan, id="2"))
+    assert set(wanted.now()) == {("a", "v1"), ("a", "v2")}, "another roll-out"
+    wanted.set_model("a", ModelRecord(name="a", stable="v2"))
+    assert set(wanted.now()) == {("a", "v2")}, "promoted: the old one is left"
+    wanted.set_plan("a", None)
+    assert set(wanted.now()) == {("a", "v2")}
 
 
 def test_those_who_share_an_engine_share_its_room() -> None:

@@ -24,7 +24,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     """Whose; what is done for a request before the engine sees it goes in turns by tenant."""
     adapter: str = ""
-    """Of those that the engine has loaded; empty: its own weights alone."""
+    """Of those that the engine has loaded, ``model@version``; empty: its own weights alone."""
     cache_salt: str
     """Prompts share prefix-cache blocks only under the same salt."""
     prompt_tokens: int | None = None
@@ -179,7 +179,10 @@ class Engine(Protocol):
         """How it counts (contracts.fingerprint), by the code that serves; empty where it has no files for it."""
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Have a LoRA adapter from that directory ready for jobs that name it; raises EngineFailure."""
+        """Have a LoRA adapter from that directory ready for jobs that name it; raises EngineFailure.
+
+        ``name``: ``model@version``, for two versions of one may be served at a time. Answers name the model.
+        """
 
     async def unload_adapter(self, name: str) -> None:
         """Forget it; nothing when it is not there."""

@@ -101,7 +101,7 @@ class SimulatedEngine:
             raise EngineFailure("engine_error", "the attempt fails, as its engine was told")
         if job.adapter and job.adapter not in self._adapters:
             raise EngineFailure("unavailable", "the adapter is not loaded", retryable=True)
-        answer = ChunkWriter(job, request, model=job.adapter or self._model, created=int(time.time()))
+        answer = ChunkWriter(job, request, model=job.adapter.partition("@")[0] or self._model, created=int(time.time()))
         attempt = _Attempt(request, answer, counts, give, self._itl_ms)
         self._attempts.add(attempt)
         try:

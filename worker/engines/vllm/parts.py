@@ -304,6 +304,9 @@ class Parts:
         path = Path(self._engine.model_config.tokenizer) / "tokenizer.json"
         control_tokens = functools.cache(lambda: ControlTokens(path.read_text(encoding="utf-8")))
         await init_app_state(_Counting(self._engine, control_tokens), state, self._args, self._tasks)
+        if self._args.enable_lora:
+            told = state.openai_serving_models.model_name
+            state.openai_serving_models.model_name = lambda lora=None: told(lora).partition("@")[0]
         if "generate" in self._tasks:
             read_as_streams(state, lambda: _RECORD.get().whole)
             await self.grammars.start()
@@ -312,7 +315,7 @@ class Parts:
         gc.freeze()
 
     async def load_adapter(self, name: str, path: str) -> str:
-        """Why vLLM does not load it; empty when it has."""
+        """Why vLLM does not load it; empty when it has. The name tells versions apart in its prefix cache, too."""
         if not self._args.enable_lora:
             return "the engine was started without LoRA (HEADRACE_VLLM_ADAPTERS is 0)"
         models = self.application.state.openai_serving_models
