@@ -117,10 +117,12 @@ def busy(stack: Stack, callers: int = 10) -> Iterator[None]:
         tokens = {"tokens": ["word "] * 600, "itl_ms": 20}
         body = {"model": model, "max_tokens": 600, "stream": True, "simulate": tokens}
         body["messages"] = [{"role": "user", "content": "tell me " * (40 * number + 40)}]
-        with stack.client() as client, client.stream("POST", "/v1/chat/completions", json=body) as answer:
-            for _ in answer.iter_lines():
-                if left.is_set():
-                    return
+        with stack.client() as client:
+            while not left.is_set():
+                with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+                    for _ in answer.iter_lines():
+                        if left.is_set():
+                            return
 
     threads = [threading.Thread(target=call, args=(number,)) for number in range(callers)]
     for thread in threads:
