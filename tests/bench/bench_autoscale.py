@@ -57,7 +57,7 @@ def policies(curve: str) -> Iterator[tuple[str, dict[str, Any]]]:
     _, _, peak_s, mean_s = CURVES[curve]
     for name, busy_s in (("fixed: peak", peak_s), ("fixed: mean", mean_s)):
         yield name, {"workers": math.ceil(busy_s / BUSY) + 1}
-    scaled: dict[str, Any] = {"workers": 4, "autoscale": (1, 20)}
+    scaled: dict[str, Any] = {"workers": 4, "autoscale": (1, 40)}
     yield "requests in flight", scaled | {"scale_by": "in_flight", "requests_per_worker": IN_FLIGHT}
     yield "requests queued", scaled | {"scale_by": "queued", "requests_per_worker": QUEUED}
     yield "tokens", scaled | {"limits": {"replicas_hold_s": HOLD_S}}
