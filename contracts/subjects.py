@@ -15,6 +15,8 @@ MAX_NAME_BYTES = 128
 """Longest name in UTF-8 bytes, before encoding."""
 
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-")
+_PLAIN_NAME = re.compile(rf"[A-Za-z0-9-]{{1,{MAX_NAME_CHARACTERS}}}")
+"""Most names are so, and stand as they are."""
 _TOKEN = re.compile(r"(?:[A-Za-z0-9-]|_[0-9a-f]{2})+\Z")
 _GATEWAY = "_gw"
 """In the place of a tenant: no encoded name, so no tenant can take it."""
@@ -26,6 +28,8 @@ class InvalidName(ValueError):
 
 def encode(name: str) -> str:
     """Subject token of ``name``; raises InvalidName when it is empty, too long or not encodable as UTF-8."""
+    if _PLAIN_NAME.fullmatch(name):
+        return name
     try:
         raw = name.encode()
     except UnicodeEncodeError as error:

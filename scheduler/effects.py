@@ -53,26 +53,27 @@ def work_id(item: WorkItem) -> str:
 
 
 class BodyCache:
-    """Messages of REQUESTS with their bodies, by sequence, as far as ``bytes_max`` goes; others are read again."""
+    """Messages of REQUESTS and the bodies in them, by sequence, as far as ``bytes_max`` goes; others are read again."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._bytes = 0
-        self._messages: dict[int, Incoming] = {}
+        self._messages: dict[int, tuple[Incoming, msgspec.Raw]] = {}
 
-    def add(self, message: Incoming) -> None:
-        """Keep the message if there is room."""
+    def add(self, message: Incoming, body: msgspec.Raw) -> None:
+        """Keep the message, of which ``body`` is a part, if there is room."""
         if message.stream_seq not in self._messages and self._bytes + len(message.data) <= self._bytes_max:
             self._bytes += len(message.data)
-            self._messages[message.stream_seq] = message
+            self._messages[message.stream_seq] = message, body
 
-    def get(self, seq: int) -> Incoming | None:
-        """The message, if it is kept."""
-        return self._messages.get(seq)
+    def body(self, seq: int) -> msgspec.Raw | None:
+        """The message's body, if it is kept."""
+        kept = self._messages.get(seq)
+        return None if kept is None else kept[1]
 
     def pop(self, seq: int) -> Incoming | None:
         """The message, if it was kept; it is no longer."""
-        message = self._messages.pop(seq, None)
+        message, _ = self._messages.pop(seq, (None, None))
         if message is not None:
             self._bytes -= len(message.data)
         return message
@@ -216,7 +217,9 @@ class Effects:
     async def _body(self, request_seq: int, work_seq: int) -> msgspec.Raw | None:
         """The request's body, from the cache, REQUESTS or WORK; None when it is gone."""
         if request_seq:
-            message = self.bodies.get(request_seq) or await self._bus.jetstream.get(topology.REQUESTS, request_seq)
+            if (body := self.bodies.body(request_seq)) is not None:
+                return body
+            message = await self._bus.jetstream.get(topology.REQUESTS, request_seq)
             if message is not None:
                 return ENVELOPE.decode(message.data).body
         if work_seq:

@@ -178,7 +178,7 @@ class Recovery:
         if envelope is None:
             self._effects.spawn(self._effects.delete(topology.REQUESTS, message.stream_seq))
             return
-        self._effects.bodies.add(message)
+        self._effects.bodies.add(message, envelope.body)
         bodiless = msgspec.structs.replace(envelope, body=NOTHING)
         self._feed(events.RequestStored(bodiless, message.stream_seq, message.stored_at_ms))
 

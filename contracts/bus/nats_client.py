@@ -89,8 +89,7 @@ class Client(LibraryClient):
     def hand_on(self, number: int, subject: bytes, reply: bytes, headers: bytes, data: bytes) -> None:
         """A message came."""
         if (take := self._direct.get(number)) is not None:
-            fields = wire.headers_of(headers) if headers else None
-            take(Incoming(subject.decode(), reply.decode(), data, fields, self._session))
+            take(Incoming(subject.decode(), reply.decode(), data, headers, self._session))
         elif (waiting := self._subs.get(number)) is not None:
             self._queue_up(waiting, subject, reply, headers, data)
 
@@ -101,8 +100,7 @@ class Client(LibraryClient):
             self._session.dropped(waiting)
             return
         waiting._pending_size = size
-        fields = wire.headers_of(headers) if headers else None
-        waiting._pending_queue.put_nowait(Incoming(subject.decode(), reply.decode(), data, fields, self._session))
+        waiting._pending_queue.put_nowait(Incoming(subject.decode(), reply.decode(), data, headers, self._session))
 
     def send(self, subject: str, data: bytes, reply: str, headers: Mapping[str, str] | None) -> None:
         """Publish: written at the end of this turn of the loop, or a moment later when much is published (``Pace``).

@@ -4,7 +4,7 @@ A write costs both sides the same for one message as for fifty, so under load fe
 waits for nothing.
 """
 
-GATHER_S = 0.001
+GATHER_S = 0.002
 """Least time between two writes on average; a timer of the event loop may take a millisecond longer."""
 AT_ONCE_MAX = 16
 """Writes in a row that do not wait: more than all steps of a request that is alone."""

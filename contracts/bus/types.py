@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 import prometheus_client
 
+from contracts.bus import wire
+
 RECONNECTS = prometheus_client.Counter("headrace_bus_reconnects", "Connections to NATS that were lost and made again")
 DEAD_LOOPS = prometheus_client.Counter(
     "headrace_bus_dead_loops", "Connections whose read, write or reconnect task had died and that were revived"
@@ -100,23 +102,30 @@ class Sender(Protocol):
 class Incoming:
     """One received message. The client library builds it itself, so that reception costs no second object."""
 
-    __slots__ = ("_place", "_sender", "data", "headers", "reply", "subject")
+    __slots__ = ("_headers", "_place", "_sender", "data", "reply", "subject")
 
     def __init__(
         self,
         subject: str,
         reply: str,
         data: bytes,
-        headers: Mapping[str, str] | None,
+        headers: Mapping[str, str] | bytes,
         sender: Sender,
         place: tuple[int, int, int] | None = None,
     ) -> None:
         self.subject = subject
         self.reply = reply
         self.data = data
-        self.headers = _NO_HEADERS if headers is None else headers
+        self._headers = headers
         self._sender = sender
         self._place = place
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Taken apart when somebody asks for them, which of most messages nobody does."""
+        if isinstance(self._headers, bytes):
+            self._headers = wire.headers_of(self._headers) if self._headers else _NO_HEADERS
+        return self._headers
 
     @property
     def stream_seq(self) -> int:

@@ -86,8 +86,8 @@ def _arguments(line: bytes, kind: int) -> tuple[int, bytes, bytes, int, int]:
     return int(words[2]), words[1], words[3] if len(words) - lengths == 4 else b"", headers, size
 
 
-def headers_of(raw: bytes) -> dict[str, str] | None:
-    """Headers of a message; a status line's as ``Status`` and ``Description``. None where there are none."""
+def headers_of(raw: bytes) -> dict[str, str]:
+    """Headers of a message; a status line's as ``Status`` and ``Description``."""
     first, *lines = raw.decode("utf-8", "replace").split("\r\n")
     found: dict[str, str] = {}
     if status := first[8:].strip():  # behind NATS/1.0
@@ -98,7 +98,7 @@ def headers_of(raw: bytes) -> dict[str, str] | None:
         name, colon, value = line.partition(":")
         if colon:
             found[name.strip()] = value.strip()
-    return found or None
+    return found
 
 
 def publication(subject: str, data: bytes, reply: str, headers: Mapping[str, str] | None) -> bytes:

@@ -1,16 +1,19 @@
 """Logs, metrics and health of a service process: structlog, prometheus_client, and the small server for both."""
 
 import contextlib
+import json
 import logging
 import re
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
 from socketserver import ThreadingMixIn
 from typing import Any, TextIO
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+import msgspec
 import prometheus_client
 import structlog
 
@@ -24,12 +27,25 @@ CONNECTION_S = 10.0
 """A scrape or a probe takes some milliseconds."""
 LOOK_S = 3600.0
 """How often the server looks whether it is to end, which it never is."""
+_LEVELS = {"exception": "error", "warn": "warning"}
+"""Names of a logger's methods that are none of its levels."""
+_PLAIN = frozenset({str, int, float, bool, type(None)})
 _API_KEY = re.compile(r"hr_[A-Za-z0-9_-]{16,}")
 
 
 def _blotted(_logger: Any, _method: str, line: Any) -> str:
     """Without what looks like an API key, wherever a caller put it: into a request id, a model's name, a path."""
-    return _API_KEY.sub("hr_***", line)
+    return _API_KEY.sub("hr_***", line) if "hr_" in line else line
+
+
+def _json(event: dict[str, Any], default: Callable[[Any], Any]) -> str:
+    """What ``json.dumps`` gives, several times as fast for a line of plain values, as most are."""
+    if all(type(value) in _PLAIN for value in event.values()):
+        with contextlib.suppress(ValueError, OverflowError):  # A lone surrogate, a number of more than 64 bits.
+            line = msgspec.json.format(msgspec.json.encode(event), indent=0)
+            if line.isascii() and b"\x7f" not in line:
+                return line.decode()
+    return json.dumps(event, default=default)
 
 
 class _Lines:
@@ -50,21 +66,17 @@ class _Lines:
 def configure_logging(config: ServiceConfig, service: str) -> None:
     """Every log record of this process, ours and the libraries', to standard error as JSON or pretty lines."""
 
-    def name_service(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    def begin(_logger: Any, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         """When, who and what come first, so that a line is read from its left."""
-        first = {name: event.pop(name) for name in ("timestamp", "level", "event")}
-        return {**first, "service": service, **event}
+        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        level = _LEVELS.get(method, method)
+        return {"timestamp": now, "level": level, "event": event.pop("event"), "service": service, **event}
 
-    shared: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.stdlib.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        name_service,
-    ]
+    shared: list[structlog.typing.Processor] = [begin]
     renderer: structlog.typing.Processor
     if config.log_format == "json":
         shared.append(structlog.processors.format_exc_info)
-        renderer = structlog.processors.JSONRenderer()
+        renderer = structlog.processors.JSONRenderer(serializer=_json)
     else:
         renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     lines = _Lines(sys.stderr)

@@ -129,10 +129,10 @@ class Streams:
             for known, _, _, data in self.world.requests:
                 if known == seq:
                     envelope = msgspec.structs.replace(ENVELOPE.decode(data), body=msgspec.Raw(b"{}"))
-                    return Incoming("", "", encode(envelope), None, None, (seq, 0, 0))  # type: ignore[arg-type]
+                    return Incoming("", "", encode(envelope), b"", None, (seq, 0, 0))  # type: ignore[arg-type]
             return None
         found = next((data for known, _, data in self.world.work if known == seq), None)
-        return None if found is None else Incoming("", "", found, None, None, (seq, 0, 0))  # type: ignore[arg-type]
+        return None if found is None else Incoming("", "", found, b"", None, (seq, 0, 0))  # type: ignore[arg-type]
 
     async def delete(self, stream: str, seq: int) -> None:
         self._refuse()
@@ -143,7 +143,7 @@ class Streams:
         for rid, attempt, data in self.world.attempts:
             if subjects.attempt("m", rid, attempt) == subject:
                 data = b"?" if (rid, attempt) in self.world.garbled else data
-                return Incoming(subject, "", data, None, None, (1, 0, 0))  # type: ignore[arg-type]
+                return Incoming(subject, "", data, b"", None, (1, 0, 0))  # type: ignore[arg-type]
         return None
 
     async def api(self, call: str) -> dict[str, Any]:

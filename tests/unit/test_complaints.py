@@ -39,7 +39,7 @@ def test_a_thousand_messages_that_nobody_can_read_are_one_line_without_their_con
     with capture_logs() as logs:
         for _ in range(1000):
             data = b'{"word": 1, "secret": "geheim"}'
-            message = Incoming("a." + "x" * 5000, "", data, None, None)  # type: ignore[arg-type]
+            message = Incoming("a." + "x" * 5000, "", data, b"", None)  # type: ignore[arg-type]
             try:
                 msgspec.json.decode(data, type=Kind)
             except msgspec.MsgspecError as error:

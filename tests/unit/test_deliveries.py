@@ -64,7 +64,7 @@ class FakeStore:
 
 def incoming(*made: Delivery) -> Incoming:
     data = msgspec.json.encode(Deliveries(deliveries=list(made)))
-    return Incoming(subjects.DELIVERIES, "", data, None, cast(Any, None))
+    return Incoming(subjects.DELIVERIES, "", data, b"", cast(Any, None))
 
 
 async def test_a_ledger_keeps_a_bounded_number_while_clickhouse_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ async def test_a_ledger_keeps_a_bounded_number_while_clickhouse_is_away(monkeypa
 async def test_what_can_be_no_row_blocks_nobody() -> None:
     store = FakeStore()
     taking = DeliveryIngest(cast(Store, store), lambda told: None)
-    taking.take(Incoming(subjects.DELIVERIES, "", b"nope", None, cast(Any, None)))
+    taking.take(Incoming(subjects.DELIVERIES, "", b"nope", b"", cast(Any, None)))
     good = delivery()
     taking.take(incoming(delivery(request_id="nope"), delivery(status=-1), delivery(attempt=70_000), good))
     await taking._insert()

@@ -77,3 +77,21 @@ def test_lines_of_ours_and_of_libraries_are_alike_and_one_each(logged: io.String
 def test_a_service_goes_on_when_nobody_reads_its_log(logged: io.StringIO) -> None:
     logged.close()
     structlog.get_logger().warning("unread")
+
+
+VALUES = [
+    *("", "plain", 'quotes " and \\', "two\nlines", "\x00\x7f", "é \u2028 \U0001f600", "lone \ud800"),
+    *(0, -1, 2**63, 2**70, 0.1, True, None, ["a", {"b": 1}], b"bytes", KeyError("x")),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_line_is_what_json_has_for_it(logged: io.StringIO, value: object) -> None:
+    structlog.get_logger().info("ours", first="a", value=value)
+    [line] = logged.getvalue().splitlines()
+    found = json.loads(line)
+    assert line == json.dumps(found)
+    if isinstance(value, str | int | float | list | None):
+        assert found["value"] == value
+    else:
+        assert found["value"] == repr(value)

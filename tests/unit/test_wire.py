@@ -126,7 +126,7 @@ def test_a_reader_that_is_reset_by_a_message_forgets_what_came_with_it() -> None
     ],
 )
 def test_headers_are_what_the_library_takes_them_for(raw: bytes) -> None:
-    assert wire.headers_of(raw) == asyncio.run(Client()._process_headers(raw))
+    assert (wire.headers_of(raw) or None) == asyncio.run(Client()._process_headers(raw))
 
 
 def test_nothing_that_is_published_becomes_two_commands() -> None:
