@@ -63,11 +63,8 @@ def travelling(body: msgspec.Struct, left_out: Collection[str] = ()) -> dict[str
     """What of a checked body goes to the engine: made anew from its structs, so that nothing that they do not name
     travels at any depth. A null is as if absent; objects that are data (schemas, arguments) stay as they are.
     """
-    return {
-        name: _plain(value)
-        for name in body.__struct_fields__
-        if name not in left_out and (value := getattr(body, name)) is not None
-    }
+    fields = zip(body.__struct_fields__, msgspec.structs.astuple(body), strict=True)
+    return {name: _plain(value) for name, value in fields if value is not None and name not in left_out}
 
 
 def _plain(value: Any) -> Any:

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from contracts import errors, ids
 from contracts.errors import HeadraceError
+from contracts.ticks import EARLY_S
 from gateway.http.framing import BadRequest, Chunked, Head, Sized, head_bytes, parse_head, without_empty_lines
 
 KEEP_ALIVE_S = 90.0
@@ -83,6 +84,9 @@ class Connection(asyncio.Protocol):
         """Bytes that may still come to be thrown away, before the connection closes; None: they are taken."""
         self._reading = True
         self._timer: asyncio.TimerHandle | None = None
+        self._due_at = 0.0
+        self._when_due: Callable[[], object] | None = None
+        """What is to be done then, by the loop's time."""
         self._write_timer: asyncio.TimerHandle | None = None
         self._writable: asyncio.Future[None] | None = None
 
@@ -109,6 +113,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._disarm()
         self._buffer.clear()
         if self._request is not None:
             self._request.gone = True
@@ -280,10 +285,28 @@ class Connection(asyncio.Protocol):
         self._linger()
 
     def _start_timer(self, seconds: float, what: Callable[[], object]) -> None:
-        self._stop_timer()
-        self._timer = self.loop.call_later(seconds, what)
+        """In the place of the one before. The loop's own timer is left where it ends no later: a request costs none."""
+        self._due_at, self._when_due = self.loop.time() + seconds, what
+        if self._timer is None or self._due_at < self._timer.when():
+            self._arm()
+
+    def _arm(self) -> None:
+        self._disarm()
+        self._timer = self.loop.call_at(self._due_at, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._when_due is None:
+            return
+        if self.loop.time() < self._due_at - EARLY_S:
+            self._arm()
+        else:
+            self._when_due()
 
     def _stop_timer(self) -> None:
+        self._when_due = None
+
+    def _disarm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -451,15 +474,17 @@ class Request:
 
 def answer_head(status: int, headers: Headers) -> bytes:
     """Status line and headers; raises ValueError when a header would become several."""
-    lines = [*(b"%b: %b" % header for header in headers), b"date: " + _date(int(time.time()))]
-    if any(b"\r" in line or b"\n" in line for line in lines):
+    lines = [b"%b: %b" % header for header in headers]
+    lines.append(_date(int(time.time())))
+    text = b"\r\n".join(lines)
+    if not text.count(b"\r") == text.count(b"\n") == len(lines) - 1:
         raise ValueError("a header of the answer holds a line end")
-    return b"HTTP/1.1 %d %b\r\n%b\r\n\r\n" % (status, _phrase(status), b"\r\n".join(lines))
+    return b"HTTP/1.1 %d %b\r\n%b\r\n\r\n" % (status, _phrase(status), text)
 
 
 @functools.lru_cache(1)
 def _date(at_s: int) -> bytes:
-    return formatdate(at_s, usegmt=True).encode()
+    return b"date: " + formatdate(at_s, usegmt=True).encode()
 
 
 @functools.cache

@@ -36,6 +36,7 @@ _STREAM_HEADERS: Headers = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+_OWN_HEADERS = (b"x-headrace-", b"idempotency-key")
 
 
 class Inference:
@@ -91,8 +92,9 @@ class Inference:
     async def _serve(self, api: Api, exchange: Exchange, log: RequestLog) -> None:
         if self.draining:
             raise HeadraceError("shutting_down", "This server is shutting down; try again.", retry_after_s=1)
-        headers = exchange.scope["headers"]
-        identity = self._directory.authenticate(headers, exchange.address, "inference")
+        given = exchange.scope["headers"]
+        headers = [header for header in given if header[0].startswith(_OWN_HEADERS)]
+        identity = self._directory.authenticate(given, exchange.address, "inference")
         exchange.tenant = identity.tenant.name
         log.tenant, log.key_id = identity.tenant.name, identity.key_id
         exchange.rate_limits = lambda: log.limits or self._intake.rate_limits(identity.tenant, log.model)

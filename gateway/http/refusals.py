@@ -32,7 +32,7 @@ class Refusals:
     def of(self, head: Head) -> tuple[int, Headers, bytes] | None:
         """Status, headers and body of the answer, if the request is refused."""
         path = head.path.rstrip("/")
-        if head.method != "POST" or path not in SHED_PATHS or not self._shedding.refusing:
+        if head.method != "POST" or path not in SHED_PATHS or self._shedding.admits():
             return None
         form = format_of(path, head.headers)
         request_id = ids.request_id().encode()

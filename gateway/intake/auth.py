@@ -30,6 +30,9 @@ SECRET_BYTES_MAX = 512
 """Longer credentials are not looked at; ours have 46 bytes."""
 
 
+_CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
+
+
 class Identity(msgspec.Struct, frozen=True):
     """Whom a request is charged to."""
 
@@ -143,15 +146,17 @@ def secret_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     The same one twice is fine: Anthropic's SDK sends both headers when both of its variables are set. An empty header
     counts as none.
     """
-    given = {secret for name, value in headers if (secret := _credential(name, value)) is not None}
+    given = {
+        secret for name, value in headers if name in _CREDENTIALS and (secret := _credential(name, value)) is not None
+    }
     secret = given.pop() if len(given) == 1 else b""
     return secret if len(secret) <= SECRET_BYTES_MAX else b""
 
 
 def _credential(name: bytes, value: bytes) -> bytes | None:
-    """What a header gives as a credential, empty when it is none that is understood; None when it gives nothing."""
+    """What one of these headers gives, empty when that is no credential that is understood; None for an empty one."""
     value = value.strip()
-    if not value or name not in (b"authorization", b"x-api-key"):
+    if not value:
         return None
     if name == b"x-api-key":
         return value
