@@ -13,6 +13,7 @@ tokens, keeps quotas, queues fairly, repairs gaps and writes a ledger; vLLM's ro
 import argparse
 import os
 import platform
+import secrets
 import statistics
 import subprocess
 import sys
@@ -43,7 +44,10 @@ LITELLM = """model_list:
   - model_name: simulated
     litellm_params: {{model: openai/simulated, api_base: "{engine}/v1", api_key: none}}
 litellm_settings: {{telemetry: false}}
+general_settings: {{master_key: {key}}}
 """
+KEY = f"sk-{secrets.token_hex(32)}"
+"""Of a router that starts with none but a strong one; others ignore it."""
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -102,7 +106,7 @@ def other(name: str, requirement: str, options: list[str], directory: Path, stre
         yield None
         return
     port = free_port()
-    server = Server(f"http://127.0.0.1:{port}", "simulated", "none")
+    server = Server(f"http://127.0.0.1:{port}", "simulated", KEY)
     with process([*command, "--host", "127.0.0.1", "--port", str(port)], directory / f"{name}.log") as running:
         deadline = time.monotonic() + START_S
         while not answers(server):
@@ -190,7 +194,7 @@ def main() -> None:
         engine = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "tests.bench.openai_engine", str(port)]
         ends.enter_context(process(command, directory / "engine.log"))
-        (directory / "litellm.yaml").write_text(LITELLM.format(engine=engine))
+        (directory / "litellm.yaml").write_text(LITELLM.format(engine=engine, key=KEY))
         known = {
             "vllm-router": (
                 "vllm-router==0.1.17",

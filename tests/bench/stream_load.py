@@ -38,7 +38,8 @@ class Caller(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport
-        self._answer: Answer
+        self.answer: Answer
+        """The one under way, or the last one."""
         self._done: asyncio.Future[Answer]
         self._tail = b""
 
@@ -46,14 +47,14 @@ class Caller(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
 
     def ask(self, request: bytes) -> "asyncio.Future[Answer]":
-        self._answer = Answer(asked_at=time.perf_counter(), pauses=[])
+        self.answer = Answer(asked_at=time.perf_counter(), pauses=[])
         self._done = asyncio.get_running_loop().create_future()
         self._tail = b""
         self.transport.write(request)
         return self._done
 
     def data_received(self, data: bytes) -> None:
-        now, answer = time.perf_counter(), self._answer
+        now, answer = time.perf_counter(), self.answer
         if not answer.last_at:
             answer.last_at = now
             if not data.startswith(b"HTTP/1.1 200 ") and not self._done.done():
