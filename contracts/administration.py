@@ -176,6 +176,15 @@ class Administration:
             record.changed = await registry.change_model(self._bus, name, limits=limits, fallbacks=fallbacks)
         return record.changed.after
 
+    async def set_shards(self, name: str, count: int) -> ModelRecord:
+        """Split a model over more owners; each needs workers of its own."""
+        async with self._recorded("models.set-shards", name) as record:
+            shown = await registry.find_rollout(self._bus, name)
+            if shown is not None and shown.open:
+                raise HeadraceError("conflict", f"a roll-out of {name} is open: wait for its end, or abort it")
+            record.changed = await registry.set_shards(self._bus, name, count)
+        return record.changed.after
+
     async def publish(self, manifest: Manifest) -> registry.Changed[Manifest]:
         """Enter a version whose files are where it says; the first of a model is served at once."""
         async with self._recorded("models.publish", _pin(manifest.name, manifest.version)) as record:
@@ -255,8 +264,8 @@ class Administration:
         """End a request wherever it is; nobody pays for it."""
         async with self._recorded("requests.cancel", request_id, form) as record:
             await registry.model(self._bus, form.model)
-            found = await operations.open_request(self._bus, form.model, request_id)
-            outcome = await operations.cancel(self._bus, form.model, found)
+            shard, found = await operations.open_request(self._bus, form.model, request_id)
+            outcome = await operations.cancel(self._bus, shard, found)
             record.changed = registry.Changed({"tenant": found.tenant, "state": found.state}, {"outcome": outcome})
         return CancelledRequest(request_id=request_id, tenant=found.tenant, model=form.model, outcome=outcome)
 

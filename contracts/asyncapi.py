@@ -54,6 +54,7 @@ from contracts.messages.records import (
     Manifest,
     ModelRecord,
     Price,
+    SharedQuota,
     Spending,
     TenantRecord,
 )
@@ -130,6 +131,14 @@ _RECORDS: Sequence[tuple[str, str, type[msgspec.Struct], str, _Parties, _Parties
         topology.SPENDING,
         Spending,
         "What a month cost that is not booked yet.",
+        ["scheduler"],
+        ["scheduler"],
+    ),
+    (
+        "quota",
+        topology.QUOTAS,
+        SharedQuota,
+        "What is taken of a tenant's limits on a model with shards.",
         ["scheduler"],
         ["scheduler"],
     ),

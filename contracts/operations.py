@@ -6,14 +6,14 @@ import time
 
 import msgspec
 
-from contracts import subjects, topology
+from contracts import shards, subjects, topology
 from contracts.bus import Bus, BusError, Unavailable
 from contracts.errors import HeadraceError
 from contracts.messages.attempts import Quarantined
 from contracts.messages.base import Codec, Outcome
 from contracts.messages.control import CancelAnswer, CancelRequest, ControlAnswer, Hold, WorkerHeartbeat
-from contracts.messages.queues import OpenRequest, QueueAnswer, QueueQuery
-from contracts.registry import check_name, models
+from contracts.messages.queues import OpenRequest, QueueAnswer, QueueQuery, merged
+from contracts.registry import check_name, find_model, models
 
 ASK_TIMEOUT_S = 2.0
 CANCEL_S_MAX = 10.0
@@ -29,21 +29,42 @@ _quarantined: Codec[Quarantined] = Codec(Quarantined)
 
 
 async def queue(bus: Bus, model: str, *, requests: int = 0, request_id: str = "") -> QueueAnswer:
-    """Live queues of one model, with so many of its open requests, or the one; raises HeadraceError."""
+    """Live queues of one model, all its shards together, or of the shard of that name; raises HeadraceError.
+
+    With so many of the open requests, or the one.
+    """
+    asked = (
+        shard_queue(bus, shard, requests=requests, request_id=request_id) for shard in await shard_names(bus, model)
+    )
+    answer = merged(await asyncio.gather(*asked))
+    return msgspec.structs.replace(answer, requests=answer.requests[:requests])
+
+
+async def shard_names(bus: Bus, model: str) -> list[str]:
+    """Of a model, in service or not, or only ``model`` where that is the name of a shard. Raises HeadraceError."""
+    if shards.number_of(check_name("model name", model)):
+        return [model]
+    record = await find_model(bus, model)
+    return shards.names(model, record.shards) if record else [model]
+
+
+async def shard_queue(bus: Bus, shard: str, *, requests: int = 0, request_id: str = "") -> QueueAnswer:
+    """Live queues of one shard; raises HeadraceError."""
     query = QueueQuery(requests=requests, request_id=request_id)
     try:
-        subject = subjects.queues(check_name("model name", model))
+        subject = subjects.queues(check_name("model name", shard))
         return _answer.decode(await bus.request(subject, _query.encode(query), timeout_s=ASK_TIMEOUT_S))
     except (Unavailable, msgspec.MsgspecError) as error:
-        raise HeadraceError("unavailable", f"No scheduler answers for {model!r} now.", retry_after_s=2) from error
+        raise HeadraceError("unavailable", f"No scheduler answers for {shard!r} now.", retry_after_s=2) from error
 
 
-async def open_request(bus: Bus, model: str, request_id: str) -> OpenRequest:
-    """One that has not ended; raises HeadraceError."""
-    found = (await queue(bus, model, requests=1, request_id=request_id[:36])).requests
-    if not found or found[0].request_id != request_id:
-        raise HeadraceError("not_found", f"{model!r} has no open request {request_id!r}: it has ended, or never was.")
-    return found[0]
+async def open_request(bus: Bus, model: str, request_id: str) -> tuple[str, OpenRequest]:
+    """One that has not ended, and its shard; raises HeadraceError."""
+    for shard in await shard_names(bus, model):
+        for found in (await shard_queue(bus, shard, requests=1, request_id=request_id[:36])).requests:
+            if found.request_id == request_id:
+                return shard, found
+    raise HeadraceError("not_found", f"{model!r} has no open request {request_id!r}: it has ended, or never was.")
 
 
 async def model_of_request(bus: Bus, request_id: str) -> str:
@@ -86,10 +107,11 @@ async def cancel(bus: Bus, model: str, request: OpenRequest) -> Outcome | None:
 
 async def find_worker(bus: Bus, model: str, name: str) -> tuple[WorkerHeartbeat, QueueAnswer]:
     """A worker by its name on the bus, and what its owner says; raises HeadraceError."""
-    answer = await queue(bus, model)
-    for beat in answer.workers:
-        if beat.worker == name:
-            return beat, answer
+    for shard in await shard_names(bus, model):
+        answer = await shard_queue(bus, shard)
+        for beat in answer.workers:
+            if beat.worker == name:
+                return beat, answer
     raise HeadraceError("not_found", f"{model!r} has no worker {name!r}.")
 
 

@@ -205,7 +205,7 @@ def _scheduler_publishes(own: Own) -> Iterator[str]:
     yield from _watch(topology.ROLLOUTS)
     yield form(subjects.rollout)
     yield f"req.v1.*.{subjects.encode(SHADOW_TENANT)}"  # Copies of requests, for a new version.
-    yield from _keep(topology.LEASES, topology.SPENDING, topology.PRICES, *_ADMINISTERED)
+    yield from _keep(topology.LEASES, topology.SPENDING, topology.QUOTAS, topology.PRICES, *_ADMINISTERED)
     yield form(subjects.audit)
     # For operators, who ask by way of a gateway that may not.
     yield from (form(subjects.queues), form(subjects.gateway_cancel))

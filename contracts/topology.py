@@ -25,6 +25,7 @@ ROLLOUTS = "rollouts"
 LEASES = "leases"
 BUDGETS = "budgets"
 SPENDING = "spending"
+QUOTAS = "quotas"
 PRICES = "prices"
 INVOICES = "invoices"
 
@@ -121,6 +122,8 @@ STREAMS: list[dict[str, Any]] = [
     _bucket(BUDGETS, 64),
     # Some 500 bytes for a model and a tenant with a budget.
     _bucket(SPENDING, 64),
+    # Some 500 bytes for a tenant with limits and a model with shards.
+    _bucket(QUOTAS, 64),
     _bucket(PRICES, 16),
     # Some 2 KB for a tenant and month: 1,000 tenants for ten years. Never overwritten.
     _bucket(INVOICES, 256),

@@ -1,5 +1,6 @@
 """By what latencies and tokens are told apart in metrics: a few values each, all of the operator's choosing."""
 
+from contracts import shards
 from contracts.messages.attempts import AttemptEvent
 from contracts.messages.base import RequestDemand
 
@@ -14,7 +15,7 @@ Scope = tuple[str, str, str, str]
 
 def scope(request: RequestDemand | AttemptEvent, version: str) -> Scope:
     """Where a request belongs that ``version`` of its model serves; empty while nobody has said which one."""
-    return request.model, version, request.priority, workload(request.prompt_tokens)
+    return shards.model_of(request.model), version, request.priority, workload(request.prompt_tokens)
 
 
 def workload(prompt_tokens: int) -> str:

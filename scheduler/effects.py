@@ -6,27 +6,29 @@ deposed owner changes nothing; orders and frames carry the epoch, by which their
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import structlog
 
-from contracts import registry, sealed, subjects, topology
+from contracts import registry, sealed, shards, subjects, topology
 from contracts.administration import Administration
 from contracts.audit import Actor
-from contracts.bus import Bus, BusError, Incoming, Unconfirmed, WrongSequence
+from contracts.bus import Bus, BusError, Incoming, KvEntry, Unconfirmed, WrongSequence
 from contracts.errors import HeadraceError
 from contracts.messages.attempts import AttemptEvent, Quarantined
 from contracts.messages.base import NOTHING, Codec
 from contracts.messages.control import CancelAttempt, ControlAnswer, ControlRequest, Evict
 from contracts.messages.frames import ReplyMessage
-from contracts.messages.records import Spending
+from contracts.messages.records import SharedQuota, Spending
 from contracts.messages.request import RequestEnvelope, WorkItem
 from contracts.messages.rollouts import RolloutEvent, RolloutProgress
 from contracts.traceparent import headers as tracing_headers
 from scheduler import metrics
 from scheduler.core import events
 from scheduler.core.core import Core
+from scheduler.core.quota_leases import Ask, Grant, exchange
 from scheduler.lease import Lease
 
 log = structlog.get_logger()
@@ -34,6 +36,7 @@ log = structlog.get_logger()
 ENVELOPE: Codec[RequestEnvelope] = Codec(RequestEnvelope)
 WORK_ITEM: Codec[WorkItem] = Codec(WorkItem)
 EVENT: Codec[AttemptEvent] = Codec(AttemptEvent)
+_shared_quota: Codec[SharedQuota] = Codec(SharedQuota)
 _control_answer: Codec[ControlAnswer] = Codec(ControlAnswer)
 _encode = msgspec.json.Encoder().encode
 
@@ -131,6 +134,8 @@ class Effects:
                 self.spawn(self._lease.rise_above(epoch))
             case events.TellSpending(tenant, spending):
                 self.spawn(self._tell_spending(tenant, spending))
+            case events.ExchangeLease(tenant, ask):
+                self.spawn(self._exchange_lease(tenant, ask))
             case events.KeepRollout(progress):
                 self._keep_rollout(progress)
             case events.TellRollout(event):
@@ -297,6 +302,23 @@ class Effects:
             self._feed(events.SpendingUntold(tenant))
             raise
 
+    async def _exchange_lease(self, tenant: str, ask: Ask) -> None:
+        """Until it is stored, or nobody knows whether it is."""
+        key = f"{subjects.encode(shards.model_of(self._core.model))}.{subjects.encode(tenant)}"
+        grant: Grant | None = None
+        try:
+            while self._lease.held and grant is None:
+                entry = await self._bus.kv.get(topology.QUOTAS, key)
+                after, given = exchange(_shared(entry), self._core.model, ask, self._lease.clock.now_ms())
+                with suppress(WrongSequence):
+                    if entry is None:
+                        await self._bus.kv.create(topology.QUOTAS, key, _encode(after))
+                    else:
+                        await self._bus.kv.update(topology.QUOTAS, key, _encode(after), revision=entry.revision)
+                    grant = given
+        finally:
+            self._feed(events.LeaseExchanged(tenant, grant))
+
     async def _was_pulled(self, worker: str, work_seq: int) -> bool:
         """Whether the server had delivered the message to a worker that died before its next heartbeat."""
         try:
@@ -432,3 +454,12 @@ class Effects:
             except BusError as error:
                 log.warning("body_not_deleted", subject=subject, reason=str(error))
                 await asyncio.sleep(AGAIN_S)
+
+
+def _shared(entry: KvEntry | None) -> SharedQuota | None:
+    """What nobody can read begins anew."""
+    try:
+        return None if entry is None else _shared_quota.decode(entry.value)
+    except msgspec.MsgspecError as error:
+        log.error("quota_unreadable", seq=entry.revision if entry else 0, reason=str(error))
+        return None

@@ -8,9 +8,10 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import Any
 
+import msgspec
 import structlog
 
-from contracts import ids, registry, subjects, topology
+from contracts import ids, registry, shards, subjects, topology
 from contracts.bus import Bus, BusError, KvEntry
 from contracts.keys import Peppers
 from contracts.messages.base import Codec
@@ -141,19 +142,32 @@ class Scheduler:
 
     def _on_model(self, key: str, entry: KvEntry | None) -> None:
         if entry is None:
-            name = subjects.decode(key)
-            if (campaign := self._campaigns.pop(name, None)) is not None:
-                campaign.cancel()
-            if self._models.pop(name, None) is not None:
-                self._tell_spending_of(name, gone=True)
+            self._keep_shards(subjects.decode(key), [])
             return
         record = registry.read_model(entry)
-        known = record.name in self._models
+        names = shards.names(record.name, record.shards)
+        self._keep_shards(record.name, names)
+        for name in names:
+            self._on_shard(msgspec.structs.replace(record, name=name))
+
+    def _keep_shards(self, model: str, names: list[str]) -> None:
+        """Those of that model that are not among ``names`` are gone."""
+        for name in [name for name in self._models if shards.model_of(name) == model and name not in names]:
+            if (campaign := self._campaigns.pop(name, None)) is not None:
+                campaign.cancel()
+            del self._models[name]
+            self._tell_spending_of(name, gone=True)
+
+    def _on_shard(self, record: ModelRecord) -> None:
+        """A shard is to its owner what a model of one is. How limits are shared is decided for a whole term."""
+        known = self._models.get(record.name)
         self._models[record.name] = record
-        if not known:
+        if known is None:
             self._tell_spending_of(record.name)
         if (term := self._terms.get(record.name)) is not None:
             term.feed(events.ModelChanged(record))
+            if known is not None and known.shards != record.shards and not record.removed:
+                term.end()
         if record.name not in self._campaigns:
             self._campaigns[record.name] = asyncio.create_task(self._campaign(record.name))
 

@@ -142,6 +142,10 @@ class Term:
         except* (BusError, TimeoutError) as group:
             raise BusError(f"a loop of the term failed: {group.exceptions[0]!r}") from group
 
+    def end(self) -> None:
+        """Let the next one begin with what it reads."""
+        self._finished.set()
+
     def feed(self, event: events.Event) -> None:
         """Step the core and start its effects; after the term neither."""
         if self._over or self._failed.done():

@@ -12,7 +12,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     """One worker serves one model."""
 
     model: str
-    """Name of the model's record in the MODELS bucket."""
+    """Name of the model's record in the MODELS bucket, or of one of its shards (contracts.shards)."""
     version: str = ""
     """The version that it serves; empty for the stable one when it starts."""
     cache: str = ""

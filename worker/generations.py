@@ -11,7 +11,7 @@ from functools import partial
 import msgspec
 import structlog
 
-from contracts import subjects, topology
+from contracts import shards, subjects, topology
 from contracts.bus import Bus, BusError
 from contracts.messages.base import Codec
 from contracts.messages.frames import AcceptedData
@@ -85,7 +85,7 @@ class Generations:
         return None
 
     def _alarm(self, request: RequestEnvelope, failure: PromptMiscounted) -> None:
-        count_miscounted_prompt(request.model)
+        count_miscounted_prompt(shards.model_of(request.model))
         _log.error(
             "prompt_miscounted",
             request_id=request.request_id,

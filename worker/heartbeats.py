@@ -47,12 +47,14 @@ class Heartbeats:
         core: WorkerCore,
         supervisor: EngineSupervisor,
         *,
+        shard: str,
         served: Callable[[], Manifest],
         loader: Loader,
         cache_number: Callable[[], int],
     ) -> None:
         self._bus = bus
         self._vitals = vitals
+        self._shard = shard
         self._served = served
         self._loader = loader
         self._cache_number = cache_number
@@ -89,16 +91,16 @@ class Heartbeats:
                     engine_idle_ms=round(self._core.engine_idle_samples * SAMPLE_S * 1000),
                 )
                 try:
-                    await bus.publish(subjects.worker_pulse(self._served().name, worker), _pulse.encode(pulse))
+                    await bus.publish(subjects.worker_pulse(self._shard, worker), _pulse.encode(pulse))
                 except BusError as error:
                     _log.warning("pulse_not_sent", worker=worker, reason=str(error))
             await tick(HEARTBEAT_S)
 
     async def _send(self) -> None:
         core, attempts, served = self._core, self._core.attempts, self._served()
-        model = served.name
+        model = self._shard
         engine, stats = self._supervisor.engine, self._supervisor.stats()
-        metrics.observe(model, stats, in_flight=len(attempts), kv_tokens=attempts.kv_tokens)
+        metrics.observe(served.name, stats, in_flight=len(attempts), kv_tokens=attempts.kv_tokens)
         if not core.worker or not self._bus.connected:
             return
         state, reason = core.shown

@@ -11,7 +11,7 @@ from functools import partial
 import msgspec
 import structlog
 
-from contracts import registry
+from contracts import registry, shards
 from contracts.bus import Bus, BusError, Incoming, unreadable
 from contracts.clock import monotonic_ms
 from contracts.errors import HeadraceError
@@ -54,12 +54,17 @@ _error: Codec[ErrorData] = Codec(ErrorData)
 
 
 async def await_manifest(bus: Bus, model: str, version: str = "") -> tuple[ModelRecord, Manifest]:
-    """The model's record, and the manifest of that version of it, else of the stable one, once both can be read."""
+    """The record of a model or of a shard's, and the manifest of that version of it, else of the stable one.
+
+    Waits until both can be read.
+    """
     said = ""
     while True:
         try:
-            record = await registry.model(bus, model)
-            return record, await registry.version(bus, model, version or record.stable)
+            record = await registry.model(bus, shards.model_of(model))
+            if shards.number_of(model) < record.shards:
+                return record, await registry.version(bus, record.name, version or record.stable)
+            problem = f"{record.name} has {record.shards} shards"
         except (BusError, HeadraceError) as error:
             problem = str(error)
         if problem != said:
@@ -85,6 +90,8 @@ class Worker:
         self._bus = bus
         self._config = config
         self._manifest = manifest
+        self._shard = config.model if host is None else manifest.name
+        """The model whose requests are run here, or the shard of it."""
         self._host = host
         self._supervisor: EngineSupervisor
         self._vitals: Vitals
@@ -117,13 +124,12 @@ class Worker:
             self._vitals,
             self._core,
             self._supervisor,
+            shard=self._shard,
             served=lambda: self._manifest,
             loader=self._loader,
             cache_number=lambda: self._teller.number if self._teller.told == self._core.worker else 0,
         )
-        self._teller = CacheTeller(
-            bus, model=lambda: self._manifest.name, worker=lambda: self._core.worker, kept=self._kept
-        )
+        self._teller = CacheTeller(bus, model=lambda: self._shard, worker=lambda: self._core.worker, kept=self._kept)
         self._stopping = asyncio.Event()
         self._hurried = False
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -191,7 +197,7 @@ class Worker:
         self._instance = Instance(
             self._bus,
             self._tasks,
-            model=self._manifest.name,
+            model=self._shard,
             version=self._manifest.version,
             on_work=self._on_work,
             on_control=self._on_control,
@@ -330,7 +336,7 @@ class Worker:
         if won:
             metrics.count_attempt(effect.event)
         if effect.event.error_message.startswith(TOKENIZER_MISMATCH):
-            metrics.count_other_tokenizer(effect.event.model)
+            metrics.count_other_tokenizer(shards.model_of(effect.event.model))
             _log.error("tokenizer_mismatch", request_id=effect.event.request_id, reason=effect.event.error_message)
         attempt_store.log(effect.event, won=won)
         self._step(events.EventStored(key=effect.key, won=won))

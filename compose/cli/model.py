@@ -11,7 +11,9 @@ from compose.cli.publish import publish, unpublish
 from compose.cli.worker import WithinOption, ask, is_local
 from compose.stack.control import WITHIN_S
 from compose.stack.data_dir import Engine, Target
+from contracts import shards
 from contracts.messages.records import PriceTier
+from contracts.shards import SHARDS_MAX
 
 if TYPE_CHECKING:
     from contracts.bus import Bus
@@ -153,3 +155,19 @@ def model_limits(
     lines.append(f"{'replicas_max':24}{'none' if most is None else most}")
     lines.append(f"{'fallbacks':24}{', '.join(record.fallbacks) or '-'}")
     show(record, "\n".join(lines), as_json=as_json)
+
+
+@app.command("shards")
+def model_shards(
+    name: str,
+    count: Annotated[int, typer.Argument(min=1, max=SHARDS_MAX, help="Owners that it is split over; never fewer.")],
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Split a model that is too hot for one owner: each shard has its own queue and needs workers of its own.
+
+    Tenants' limits and budgets stay what they are, for all shards together.
+    """
+    record = administer(data_dir, lambda do: do.set_shards(name, count))
+    shown = ", ".join(shards.names(name, record.shards))
+    show(record, f"model {name} has {record.shards} shards: {shown}; headrace worker add {name}", as_json=as_json)

@@ -74,7 +74,8 @@ class Autoscaler:
                     async with self._bus() as bus:
                         while True:
                             for model in self._models():
-                                await self._look_at(bus, model)
+                                for shard in await operations.shard_names(bus, model):
+                                    await self._look_at(bus, shard)
                             await asyncio.sleep(LOOK_S)
                 except BusError:
                     await asyncio.sleep(RECONNECT_S)
@@ -83,8 +84,9 @@ class Autoscaler:
                 task.cancel()
 
     async def _look_at(self, bus: Bus, model: str) -> None:
+        """At a shard of a model as at a model of its own."""
         try:
-            answer = await operations.queue(bus, model)
+            answer = await operations.shard_queue(bus, model)
         except HeadraceError:
             return
         staying = [it for it in self._workers.of(model) if not it.leaving and it.spec.name not in self._leaving]

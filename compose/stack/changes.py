@@ -13,7 +13,7 @@ from compose.stack.data_dir import ComposeError
 from compose.stack.processes import Child, Supervisor
 from compose.stack.records import operator
 from compose.stack.workers import Workers
-from contracts import audit, registry
+from contracts import audit, operations, registry, shards
 from contracts.administration import Administration
 from contracts.bus import Bus, BusError
 from contracts.errors import HeadraceError
@@ -65,7 +65,8 @@ class Changes:
 
     async def _add(self, call: AddWorkers) -> Answer:
         async with self._bus() as bus, self._adding:
-            record = await registry.model(bus, call.model)
+            record = await registry.model(bus, shards.model_of(call.model))
+            names = await operations.shard_names(bus, call.model)
             if base := (await registry.version(bus, record.name, call.version or record.stable)).base:
                 raise ComposeError(
                     f"{call.model} is an adapter: the workers of {base.model} serve it; add one of those: "
@@ -73,7 +74,7 @@ class Changes:
                 )
             async with audit.recorded(bus, operator(), "workers.add", call.model, call):
                 await self._admit([self._workers.user(ahead) for ahead in range(call.count)])
-                added = [self._workers.add(call.model, call.version) for _ in range(call.count)]
+                added = [self._workers.add(self._workers.fewest(names), call.version) for _ in range(call.count)]
         try:
             await self._workers.wait_ready(added)
         finally:
@@ -102,7 +103,7 @@ class Changes:
                 )
                 break
             await asyncio.sleep(LOOK_S)
-        await self._stop(self._workers.of(call.name), 0)
+        await self._stop(self._workers.of_model(call.name), 0)
         return Answer([], notes)
 
     async def _is_known(self, model: str) -> bool:

@@ -127,11 +127,11 @@ def _is_worker(child: Child) -> bool:
     return child.spec.role == "worker"
 
 
-async def _await_worker(bus: Bus, model: str) -> None:
-    """Until the model's owner knows of a worker that is ready."""
+async def _await_worker(bus: Bus, shard: str) -> None:
+    """Until the shard's owner knows of a worker that is ready."""
     while True:
         with suppress(BusError, HeadraceError):
-            if any(worker.state == "ready" for worker in (await operations.queue(bus, model)).workers):
+            if any(worker.state == "ready" for worker in (await operations.shard_queue(bus, shard)).workers):
                 return
         await asyncio.sleep(LOOK_S)
 
@@ -235,15 +235,24 @@ class Stack:
             self._following = asyncio.create_task(following)
         for index in range(self._options.schedulers):
             self._add_service("scheduler", index, {"HEADRACE_PEPPER_FILE": str(self._directory.pepper)})
-        for manifest, count in zip(self._manifests, self._options.workers, strict=True):
-            for _ in range(count):
-                self._workers.add(manifest.name)
+        await self._start_workers()
         for index, port in enumerate(self._gateway_ports):
             self._add_gateway(index, port)
         clickhouse = self._options.clickhouse_url or f"chdb://{self._directory.ledger}"
         clickhouse_file = self._directory.secret_file("clickhouse-url", clickhouse)
         self._add_service("ledger", 0, {"HEADRACE_CLICKHOUSE_URL_FILE": clickhouse_file, **self._sql_endpoint()})
         await self._wait_ready()
+
+    async def _start_workers(self) -> None:
+        """As many as was asked for; of a model with shards one of each at least."""
+        async with self._bus() as bus:
+            names = [await operations.shard_names(bus, manifest.name) for manifest in self._manifests]
+        counts = [max(count, len(each)) for count, each in zip(self._options.workers, names, strict=True)]
+        if sum(counts) > sum(self._options.workers):
+            await self._admit([self._workers.user(ahead) for ahead in range(sum(counts))])
+        for each, count in zip(names, counts, strict=True):
+            for number in range(count):
+                self._workers.add(each[number % len(each)])
 
     async def _wait_ready(self) -> None:
         """Until every model is served; shows what is waited for once it takes longer than people expect."""
@@ -262,7 +271,8 @@ class Stack:
         await self.supervisor.wait_ready(self.supervisor.children)
         async with self._bus() as bus:
             for manifest in self._manifests:
-                await _await_worker(bus, manifest.name)
+                for shard in await operations.shard_names(bus, manifest.name):
+                    await _await_worker(bus, shard)
 
     def _waiting_for(self) -> str:
         unready = [child for child in self.supervisor.children if not child.ready.is_set()]

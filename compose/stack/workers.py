@@ -8,6 +8,7 @@ from pathlib import PurePath
 from compose.stack.control import ShownWorker
 from compose.stack.data_dir import ComposeError, Options
 from compose.stack.processes import Child, Supervisor
+from contracts import shards
 
 _OMP_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 """Cores of a vLLM worker: one each, measured better than sharing them; the environment may say otherwise."""
@@ -64,8 +65,17 @@ class Workers:
         self._pools[self.user()] = (model, version)
         return self._start(index, self._settings(index, model, version))
 
-    def of(self, model: str) -> list[Child]:
-        return [child for child in self._supervisor.of("worker") if self._pools[child.spec.name][0] == model]
+    def of(self, shard: str) -> list[Child]:
+        return [child for child in self._supervisor.of("worker") if self._pools[child.spec.name][0] == shard]
+
+    def fewest(self, names: Sequence[str]) -> str:
+        """Of those shards the first of which the fewest are here."""
+        return min(names, key=lambda shard: len(self.of(shard)))
+
+    def of_model(self, model: str) -> list[Child]:
+        """Of all its shards."""
+        workers = self._supervisor.of("worker")
+        return [child for child in workers if shards.model_of(self._pools[child.spec.name][0]) == model]
 
     def named(self, name: str) -> Child:
         """By its name, or that of its present life on the bus; raises ComposeError."""

@@ -74,6 +74,7 @@ class RequestFacts(Message, frozen=True, kw_only=True):
     tenant: Name
     key_id: Name
     model: Name
+    """Whose owner decides: a model, or one of its shards (contracts.shards)."""
     endpoint: Endpoint
     priority: Priority
     stream: bool = False

@@ -1,7 +1,9 @@
 """A model's live queues, as its owner sees them."""
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
+import msgspec
 from msgspec import Meta
 
 from contracts.messages.base import FEW, MANY, SMALL, Epoch, Line, Message, Name, Priority, RequestId
@@ -105,3 +107,52 @@ class QueueAnswer(Message, frozen=True, kw_only=True, omit_defaults=False):
     requests: Annotated[list[OpenRequest], MANY] = []
     """Of open ones, as many as were asked for."""
     replicas: Replicas = Replicas()
+
+
+def merged(answers: Sequence[QueueAnswer]) -> QueueAnswer:
+    """A model's, of those of its shards, the first of which names owner and epoch."""
+    if len(answers) == 1:
+        return answers[0]
+    tenants: dict[str, TenantQueue] = {}
+    for line in (line for answer in answers for line in answer.tenants):
+        tenants[line.tenant] = _both(tenants[line.tenant], line) if line.tenant in tenants else line
+    return msgspec.structs.replace(
+        answers[0],
+        waiting=sum(each.waiting for each in answers),
+        running=sum(each.running for each in answers),
+        reserved_tokens=sum(each.reserved_tokens for each in answers),
+        workers=[beat for each in answers for beat in each.workers],
+        tenants=[tenants[name] for name in sorted(tenants)],
+        clocks=list({clock.process: clock for each in answers for clock in each.clocks}.values()),
+        requests=sorted((it for each in answers for it in each.requests), key=lambda it: -it.age_ms),
+        replicas=_all([each.replicas for each in answers]),
+    )
+
+
+def _both(one: TenantQueue, other: TenantQueue) -> TenantQueue:
+    return TenantQueue(
+        tenant=one.tenant,
+        waiting=one.waiting + other.waiting,
+        waiting_tokens=one.waiting_tokens + other.waiting_tokens,
+        running=one.running + other.running,
+        reserved_tokens=one.reserved_tokens + other.reserved_tokens,
+        served_counter=one.served_counter + other.served_counter,
+        oldest_wait_ms=max(one.oldest_wait_ms, other.oldest_wait_ms),
+    )
+
+
+def _all(shards: Sequence[Replicas]) -> Replicas:
+    """The reason is that of the shard that needs the most; nothing is known while one of them knows nothing."""
+    unknown = next((each for each in shards if not each.known), None)
+    most = unknown or max(shards, key=lambda each: each.desired)
+    bounds = {bound for each in shards for bound in each.needed}
+    return msgspec.structs.replace(
+        most,
+        model=shards[0].model,
+        desired=sum(each.desired for each in shards),
+        needed={bound: sum(each.needed.get(bound, 0.0) for each in shards) for bound in sorted(bounds)},
+        ready=sum(each.ready for each in shards),
+        loading=sum(each.loading for each in shards),
+        leaving=sum(each.leaving for each in shards),
+        warm_up_ms=max(each.warm_up_ms for each in shards),
+    )

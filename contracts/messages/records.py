@@ -2,7 +2,10 @@
 
 from typing import Annotated, Any, Literal, get_args
 
+from msgspec import Meta
+
 from contracts.messages.base import FEW, MANY, Endpoint, Line, Message, Name, Priority, Text, Whole
+from contracts.shards import SHARDS_MAX
 
 
 class PoolLimits(Message, frozen=True, kw_only=True):
@@ -109,6 +112,8 @@ class ModelRecord(Message, frozen=True, kw_only=True):
     """The version that is served unless a roll-out, a pin or an alias says otherwise."""
     limits: PoolLimits = PoolLimits()
     fallbacks: Annotated[list[Line], FEW] = []
+    shards: Annotated[int, Meta(ge=1, le=SHARDS_MAX)] = 1
+    """Owners that the model is split over (contracts.shards). ``limits`` are of each."""
     removed: bool = False
     """Nothing new is admitted; its owner deletes the entry once its last request has ended."""
     created_at_ms: int = 0
@@ -255,3 +260,43 @@ class Spending(Message, frozen=True, kw_only=True):
     """All ends of the model up to here are in ``later``, but for those that the ledger had counted."""
     reserved_tokens: int = 0
     """Of open requests."""
+
+
+class Spendable(Message, frozen=True, kw_only=True):
+    """What a tenant's requests spend of its limits."""
+
+    requests: float = 0.0
+    input_tokens: float = 0.0
+    output_tokens: float = 0.0
+    budget_tokens: float = 0.0
+    """Of the monthly budget."""
+
+
+class QuotaLease(Message, frozen=True, kw_only=True):
+    """What one shard may spend of a tenant's limits without asking."""
+
+    until_ms: int
+    """By the bus's time, as owners have it. What is left then is lost, and refills as if it had been spent."""
+    left: Spendable = Spendable()
+    """When it was given."""
+    low: Spendable = Spendable()
+    """The least that was taken of the limits since: what is given back beyond it has refilled."""
+    permits: int = 0
+    """Requests that may be open at once."""
+    short_at_ms: int = 0
+    """Since when the shard has asked for what was not there; 0: it got all."""
+
+
+class SharedQuota(Message, frozen=True, kw_only=True):
+    """An entry in the QUOTAS bucket, keyed ``<model>.<tenant>``: a tenant's limits over all shards of a model.
+
+    Written by the shards' owners, by compare-and-set (scheduler/core/quota_leases.py).
+    """
+
+    at_ms: int = 0
+    month: Name = ""
+    """Of ``taken.budget_tokens``."""
+    taken: Spendable = Spendable()
+    """Spent or leased, and not refilled since."""
+    leases: Annotated[dict[Name, QuotaLease], FEW] = {}
+    """By the shard's name."""

@@ -116,7 +116,8 @@ class SubmitAnswer(Message, frozen=True, kw_only=True):
     """``request_id`` runs or ran already, under the same key. Its frames go to who submitted it first: ask its worker
     (StatusAnswer.worker) for them."""
     model: Name = ""
-    """Whose scheduler owns the request, for cancel and status; empty when it is the model asked for."""
+    """Whose scheduler owns the request, for cancel and status: a model, or one of its shards (contracts.shards); empty
+    when it is the model asked for."""
     choice_reason: Line = ""
     """Why that one answers, where the model asked for is an alias, or a fallback answers."""
     status: int = 200

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from contracts import subjects, topology
+from contracts import shards, subjects, topology
 from contracts.bus import Bus, KvEntry, WrongSequence
 from contracts.clock import now_ms
 from contracts.errors import HeadraceError
@@ -68,6 +68,8 @@ ENGINE_ARGUMENTS = frozenset(
 def check_manifest(manifest: Manifest) -> Manifest:
     """``manifest`` when it can be entered; raises HeadraceError."""
     check_name("model name", manifest.name)
+    if shards.number_of(manifest.name):
+        raise HeadraceError("invalid_request", "a model's name does not end as a shard's does (#1)", param="name")
     check_version(manifest.version)
     beyond = manifest.engine_arguments.keys() - ENGINE_ARGUMENTS
     if manifest.engine == "vllm" and beyond:
@@ -104,6 +106,8 @@ async def put_version(bus: Bus, manifest: Manifest) -> Changed[Manifest]:
     check_manifest(manifest)
     if manifest.base is not None:
         await version(bus, manifest.base.model, manifest.base.version)
+        if (split := await find_model(bus, manifest.name)) is not None and split.shards > 1:
+            raise HeadraceError("conflict", f"{manifest.name} has {split.shards} shards, which no adapter can have")
     present = await find_version(bus, manifest.name, manifest.version)
     if present is not None and identity(present) != identity(manifest):
         refuse_change(manifest)
@@ -225,11 +229,19 @@ async def is_known(bus: Bus, name: str) -> bool:
 
 
 async def forget_removed(bus: Bus, name: str) -> bool:
-    """Delete a removed model and its versions; False when it was added again meanwhile."""
+    """Delete a removed model and its versions; False when it was added again meanwhile.
+
+    ``name`` may be a shard's: each goes after those behind it, and the model with the last of them.
+    """
+    number, name = shards.number_of(name), shards.model_of(name)
     entry = await bus.kv.get(topology.MODELS, subjects.encode(name))
-    if entry is None or not read_model(entry).removed:
+    if entry is None or not (record := read_model(entry)).removed or record.shards != number + 1:
         return False
     try:
+        if number:
+            fewer = msgspec.structs.replace(record, shards=number)
+            await bus.kv.update(topology.MODELS, entry.key, encoded(_MODEL, fewer), revision=entry.revision)
+            return False
         await bus.kv.delete(topology.MODELS, entry.key, revision=entry.revision)
     except WrongSequence:
         return False
@@ -263,6 +275,23 @@ async def change_model(
         return msgspec.structs.replace(
             record, limits=changed, fallbacks=record.fallbacks if fallbacks is None else fallbacks
         )
+
+    return await change_record(bus, topology.MODELS, name, read_model, _MODEL, change, _missing(name))
+
+
+async def set_shards(bus: Bus, name: str, count: int) -> Changed[ModelRecord]:
+    """Split a model over more owners; raises HeadraceError for fewer, for one that cannot be split, or not now."""
+    record = await model(bus, name)
+    if not record.shards <= count <= shards.SHARDS_MAX:
+        message = f"{name} has {record.shards} shards, and may have {shards.SHARDS_MAX} at most; it never gets fewer"
+        raise HeadraceError("invalid_request", message, param="shards")
+    for shard in shards.names(name, count):
+        check_name("shard's name", shard)
+    if any(each.base for each in await versions(bus, name)):
+        raise HeadraceError("conflict", f"{name} is an adapter, which is not split: its base may be")
+
+    def change(present: ModelRecord) -> ModelRecord:
+        return msgspec.structs.replace(present, shards=max(present.shards, count))
 
     return await change_record(bus, topology.MODELS, name, read_model, _MODEL, change, _missing(name))
 

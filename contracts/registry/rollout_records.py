@@ -93,6 +93,9 @@ async def rollouts(bus: Bus) -> list[ShownRollout]:
 async def start_rollout(bus: Bus, plan: RolloutPlan) -> Changed[RolloutPlan]:
     """Enter a plan, which gets its id here; raises HeadraceError for one that makes no sense, or beside an open one."""
     record = await model_record(bus, plan.model)
+    if record.shards > 1:
+        message = f"{plan.model} is split over {record.shards} shards, whose evidence nobody adds up: promote {plan.to}"
+        raise HeadraceError("conflict", message)
     new = await version_record(bus, plan.model, plan.to)
     if plan.to == record.stable:
         raise HeadraceError("conflict", f"{plan.model} serves {plan.to} already", param="to")

@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from starlette.types import Receive, Scope, Send
 
+from contracts import shards
 from contracts.errors import HeadraceError
 from contracts.messages.admission import DEADLINE_MS_MAX
 from contracts.messages.records import PRICE_TIERS, PriceTier
@@ -151,7 +152,8 @@ class Inference:
         admitted = await self._intake.admit(prepared)
         log.admitted_at = time.monotonic()
         log.envelope, log.limits = admitted.envelope, admitted.limits
-        stream.model = log.model = admitted.envelope.model
+        stream.model = admitted.envelope.model
+        log.model = shards.model_of(stream.model)
         log.version = admitted.version
         stream.scope = scope(admitted.envelope, admitted.envelope.version)
         await self._intake.publish(admitted)
@@ -248,7 +250,7 @@ def _answer_headers(log: RequestLog, stream: GatewayStream) -> Headers:
         return headers
     if version := stream.relay.version:
         log.version = version
-        headers.append((b"x-headrace-model", _header_text(f"{log.envelope.model}@{version}")))
+        headers.append((b"x-headrace-model", _header_text(f"{shards.model_of(log.envelope.model)}@{version}")))
     if log.envelope.choice_reason and not stream.relay.joined:
         headers.append((b"x-headrace-choice", _header_text(log.envelope.choice_reason)))
     return headers

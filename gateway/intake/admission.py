@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from contracts import errors, subjects, topology
+from contracts import errors, shards, subjects, topology
 from contracts.bus import Bus, BusError, StreamFull, TooLarge, Unavailable, Unconfirmed
 from contracts.clock import monotonic_ms
 from contracts.errors import HeadraceError
@@ -21,7 +21,7 @@ from contracts.limits import refuse_zero
 from contracts.messages.admission import AdmissionAnswer, AdmissionRequest, RateLimits
 from contracts.messages.base import IDEMPOTENCY_KEY_MAX, Codec, IdempotencyKey, Priority, RequestDemand, fields_of
 from contracts.messages.control import CancelReason
-from contracts.messages.records import Manifest, PriceTier, TenantLimits, TenantRecord
+from contracts.messages.records import Manifest, ModelRecord, PriceTier, TenantLimits, TenantRecord
 from contracts.messages.request import Reply, RequestEnvelope
 from contracts.prefix import cache_salt
 from contracts.traceparent import headers as tracing_headers
@@ -100,7 +100,7 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 class Admitted(msgspec.Struct, frozen=True):
-    """A request that the scheduler of ``envelope.model`` admitted: of the model asked for, or of a fallback.
+    """A request that the owner of ``envelope.model`` admitted: a shard of the model asked for, or of a fallback.
 
     ``joined``: id of the request that runs or ran under the same idempotency key; then nothing was admitted.
     """
@@ -248,6 +248,7 @@ class Intake:
             choice_reason="; ".join((candidate.reason, *passed))[:REASON_CHARS_MAX] if candidate.reason else "",
             body_hash=body_hash,
         )
+        envelope = msgspec.structs.replace(envelope, model=_shard(model.record, envelope))
         return Prepared(context, parsed.bytes, envelope, body, manifest.version, parsed)
 
     async def count(self, api: Api, tenant: TenantRecord, data: bytes) -> int:
@@ -279,7 +280,8 @@ class Intake:
     async def _admit_somewhere(self, prepared: Prepared) -> Admitted:
         envelope = prepared.envelope
         for other in prepared.others if envelope.idempotency is not None else ():
-            elsewhere = msgspec.structs.replace(envelope, model=other.model, choice_reason=other.reason)
+            record = self._catalog.resolve(other.model, prepared.context.identity.tenant).record
+            elsewhere = msgspec.structs.replace(envelope, model=_shard(record, envelope), choice_reason=other.reason)
             try:
                 return await self._admit(msgspec.structs.replace(prepared, envelope=elsewhere), join_only=True)
             except HeadraceError as refused:
@@ -293,7 +295,7 @@ class Intake:
                 first = first or refused
                 if refused.code not in MOVES_ON:
                     raise first from None
-                passed = (*prepared.passed, f"{prepared.envelope.model}: {refused.code}")
+                passed = (*prepared.passed, f"{shards.model_of(prepared.envelope.model)}: {refused.code}")
             try:
                 prepared = await self._prepare_first(prepared.context, prepared.parsed, prepared.others, passed)
             except HeadraceError:
@@ -363,7 +365,7 @@ class Intake:
             try:
                 data = await self._bus.request(subject, question, timeout_s=ASK_TIMEOUT_S)
                 answer = _answer_codec.decode(data)
-                self._limits_seen.keep(envelope.tenant, envelope.model, answer.limits, monotonic_ms())
+                self._limits_seen.keep(envelope.tenant, shards.model_of(envelope.model), answer.limits, monotonic_ms())
                 return answer
             except (Unavailable, msgspec.MsgspecError) as error:
                 if join_only or time.monotonic() + ASK_PAUSE_S >= give_up_at:
@@ -373,6 +375,16 @@ class Intake:
                         retry_after_s=2,  # A standby takes over within seconds.
                     ) from error
             await asyncio.sleep(ASK_PAUSE_S)
+
+
+def _shard(record: ModelRecord, envelope: RequestEnvelope) -> str:
+    """Who owns the request: the same for whatever is asked under one key, in one conversation, with one body.
+
+    So a conversation stays with its workers, a key finds its request, and what ends engines is known again.
+    """
+    given = envelope.idempotency
+    key = f"key {given.key}" if given is not None else envelope.conversation or envelope.body_hash
+    return shards.choose(record.name, record.shards, f"{envelope.tenant} {key}")
 
 
 def idempotency_key(given: str, param: str) -> str:

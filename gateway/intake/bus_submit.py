@@ -10,7 +10,7 @@ from collections import Counter
 import msgspec
 import structlog
 
-from contracts import ids, subjects
+from contracts import ids, shards, subjects
 from contracts.bus import Bus, BusError, Incoming, Subscription
 from contracts.bus.complaints import seldom
 from contracts.errors import HeadraceError
@@ -148,7 +148,7 @@ class NatsIngress:
             return _refusal(log.request_id, error, self._intake.rate_limits(tenant, model))
         log.admitted_at = time.monotonic()
         log.envelope = envelope = admitted.envelope
-        log.model, log.version = envelope.model, admitted.version
+        log.model, log.version = shards.model_of(envelope.model), admitted.version
         try:
             await self._intake.publish(admitted)
         except HeadraceError as error:

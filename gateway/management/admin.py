@@ -10,9 +10,9 @@ import msgspec
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel, Field
 
-from contracts import audit, registry, subjects
+from contracts import audit, operations, registry, subjects
 from contracts.administration import MadeKey, Prices, Trail
-from contracts.bus import BusError, Unavailable
+from contracts.bus import BusError
 from contracts.errors import HeadraceError
 from contracts.forms import (
     AliasChange,
@@ -29,7 +29,6 @@ from contracts.forms import (
 )
 from contracts.messages.administration import AdminAnswer, AdminCall, AuditEntry, Via
 from contracts.messages.base import NOTHING, Codec
-from contracts.messages.queues import QueueAnswer
 from contracts.messages.records import Alias, KeyRecord, ModelRecord, Price, Scope, TenantRecord
 from contracts.messages.rollouts import RolloutPlan
 from contracts.registry import ShownKey, ShownRollout
@@ -38,11 +37,9 @@ from gateway.http.typed import BodyReader, Listed, Name, Services, ServicesDep, 
 from gateway.intake.auth import secret_of
 from gateway.management.usage import Whole
 
-ASK_TIMEOUT_S = 2.0
 ADMIN_TIMEOUT_S = 15.0
 """Longer than the service takes to store two entries of the audit trail and a record."""
 
-_queues = Codec[QueueAnswer](QueueAnswer)
 _call = Codec[AdminCall](AdminCall)
 _answer = Codec[AdminAnswer](AdminAnswer)
 
@@ -285,8 +282,7 @@ async def queues(services: ServicesDep) -> Listed[Any]:
     data: list[Any] = []
     for record in await registry.models(services.bus):
         try:
-            answer = await services.bus.request(subjects.queues(record.name), b"{}", timeout_s=ASK_TIMEOUT_S)
-            data.append(_queues.decode(answer))
-        except Unavailable:
+            data.append(await operations.queue(services.bus, record.name))
+        except HeadraceError:
             data.append({"model": record.name, "error": "no scheduler answers at the moment"})
     return Listed(data)

@@ -10,10 +10,10 @@ import asyncio
 import msgspec
 import structlog
 
-from contracts import subjects
+from contracts import shards, subjects
 from contracts.bus import Bus, Unavailable
 from contracts.messages.base import Codec
-from contracts.messages.queues import QueueAnswer
+from contracts.messages.queues import QueueAnswer, merged
 from contracts.messages.records import ModelRecord
 from contracts.ticks import tick
 from gateway.intake.catalog import Catalog
@@ -83,23 +83,32 @@ class Readiness:
         self._ahead_ms = 0
 
     async def _look_at(self, record: ModelRecord) -> str:
+        """Why not all of its shards serve; nothing where they do."""
         model = record.name
-        try:
-            data = await self._bus.request(subjects.queues(model), b"{}", timeout_s=ASK_TIMEOUT_S)
-            answer = _queue_codec.decode(data)
-        except Unavailable:
+        found = await asyncio.gather(*map(self._ask, shards.names(model, record.shards)))
+        answers = [each for each in found if isinstance(each, QueueAnswer)]
+        if len(answers) < len(found):
             self._catalog.note_load(model, None)
-            self._live.note(model, "no scheduler answers" if self._bus.connected else "the bus is not connected")
-            return f"no scheduler answers for {model!r}"
-        except msgspec.MsgspecError:
-            self._live.note(model, "its scheduler gives no readable answer")
-            return f"the scheduler of {model!r} gives no readable answer"
+            reason = next(each for each in found if isinstance(each, str))
+            self._live.note(model, reason if self._bus.connected else "the bus is not connected")
+            return reason
+        answer = merged(answers)
         self._live.note(model, answer)
         slots = sum(worker.slots for worker in answer.workers if worker.state == "ready")
         self._catalog.note_load(model, (answer.waiting + answer.running) / slots if slots else None)
         self._ahead_ms = next((it.ahead_ms for it in answer.clocks if it.process == self._stream_owner), self._ahead_ms)
-        if not answer.owner:
-            return f"no scheduler owns {model!r}"
-        if record.limits.replicas_min and not any(worker.state == "ready" for worker in answer.workers):
-            return f"no worker is ready for {model!r}"
+        for shard in answers:
+            if not shard.owner:
+                return f"no scheduler owns {shard.model!r}"
+            if record.limits.replicas_min and not any(worker.state == "ready" for worker in shard.workers):
+                return f"no worker is ready for {shard.model!r}"
         return ""
+
+    async def _ask(self, shard: str) -> QueueAnswer | str:
+        try:
+            data = await self._bus.request(subjects.queues(shard), b"{}", timeout_s=ASK_TIMEOUT_S)
+            return _queue_codec.decode(data)
+        except Unavailable:
+            return f"no scheduler answers for {shard!r}"
+        except msgspec.MsgspecError:
+            return f"the scheduler of {shard!r} gives no readable answer"

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from contracts import subjects
+from contracts import shards, subjects
 from contracts.messages.attempts import AttemptEvent, DeadLetter
 from contracts.messages.base import Codec
 
@@ -153,7 +153,7 @@ def row_of(source: Source) -> Row:
         request_id=request_id,
         attempt=event.attempt,
         key_id=event.key_id,
-        model=event.model,
+        model=shards.model_of(event.model),
         version=event.version,
         endpoint=event.endpoint,
         priority=event.priority,
@@ -188,7 +188,7 @@ def row_of(source: Source) -> Row:
         client_request_id=event.client_request_id,
         traceparent=event.traceparent,
         precedence=UINT64_MAX - source.stored_at_ms,
-        requested_model=event.requested_model or event.model,
+        requested_model=event.requested_model or shards.model_of(event.model),
         choice_reason=event.choice_reason,
     )
 

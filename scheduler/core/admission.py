@@ -6,7 +6,7 @@ bounds are. Which requests exist, and in what order they run, others decide.
 
 import math
 
-from contracts import instants
+from contracts import instants, shards
 from contracts.errors import HeadraceError
 from contracts.messages.admission import DEADLINE_MS_MAX, AdmissionRequest
 from contracts.messages.records import ModelRecord, Spending, TenantLimits, TenantRecord
@@ -14,6 +14,7 @@ from contracts.tokens import Cost, reserved
 from scheduler.core.budgets import Budgets
 from scheduler.core.fair_queue import FairQueue
 from scheduler.core.prompts import Expected
+from scheduler.core.quota_leases import Ask, Grant, LeasedQuota
 from scheduler.core.quotas import Quota, seconds
 from scheduler.core.request import Request
 from scheduler.core.retry_reservations import RetryReservations
@@ -38,6 +39,8 @@ class AdmissionControl:
         self.tenants: dict[str, TenantRecord] = {}
         self.budgets = Budgets(record.name)
         self.quotas: dict[str, Quota] = {}
+        self._leasing: dict[str, LeasedQuota] = {}
+        """Of a model with several shards those that the others are to be told of, by tenant."""
         self.throughput = ThroughputEstimate(now_ms)
         self.retry_reservations = RetryReservations()
         self.waiting = 0
@@ -64,18 +67,48 @@ class AdmissionControl:
         self._queue.set_weight(name, record.weight)
         if (quota := self.quotas.get(name)) is not None:
             quota.set_limits(self._limits_of(record), now_ms)
+            if isinstance(quota, LeasedQuota):
+                quota.budget = record.monthly_budget_tokens
 
     def quota(self, tenant: str, now_ms: int) -> Quota:
         """The tenant's buckets and counts; full and empty on first sight."""
         quota = self.quotas.get(tenant)
         if quota is None:
-            quota = self.quotas[tenant] = Quota(self._limits_of(self.tenant(tenant)), now_ms)
+            quota = self.quotas[tenant] = self._new_quota(self.tenant(tenant), now_ms)
         return quota
+
+    def _new_quota(self, tenant: TenantRecord, now_ms: int) -> Quota:
+        limits, number = self._limits_of(tenant), self.record.shards
+        if number == 1:
+            return Quota(limits, now_ms)
+        return LeasedQuota(limits, now_ms, shards=number, budget=tenant.monthly_budget_tokens)
+
+    def lease(self, tenant: str, waiting: list[Cost], now_ms: int) -> Ask | None:
+        """What to ask of the tenant's limits, which all shards share, for those who wait; None: an answer is due."""
+        quota = self.quota(tenant, now_ms)
+        if not isinstance(quota, LeasedQuota) or quota.exchanging:
+            return None
+        self._leasing[tenant] = quota
+        month = instants.month_of(now_ms)
+        return quota.ask(waiting, now_ms, month=month, month_spent=self.budgets.counted(tenant, month)[0])
+
+    def leased(self, tenant: str, grant: Grant | None, now_ms: int) -> None:
+        """The answer; None: nobody knows it."""
+        if (quota := self._leasing.get(tenant)) is not None:
+            quota.exchanged(grant, now_ms)
+            if not quota.is_held:
+                del self._leasing[tenant]
+
+    def leases_due(self, now_ms: int) -> list[str]:
+        """Tenants of which the other shards are to be told now."""
+        return [tenant for tenant, quota in self._leasing.items() if quota.is_due(now_ms)]
 
     def check(
         self, asked: AdmissionRequest, now_ms: int, *, has_room: bool, start_ms: int = 0, prompt: Expected = UNMEASURED
     ) -> int:
         """Milliseconds to the first token that the request is promised; raises HeadraceError and charges nothing.
+
+        Raises LeaseAwaited where the model has several shards.
 
         ``has_room``: a worker could start something now. ``start_ms``: until the first worker is there. ``prompt``:
         what is expected of its own.
@@ -145,14 +178,21 @@ class AdmissionControl:
 
     def adopt(self, request: Request, now_ms: int) -> None:
         """Charge a request that an earlier owner admitted; whether it waits is counted apart."""
-        self.quota(request.tenant, now_ms).adopt(request.cost, request.envelope.admitted_at_ms, now_ms)
+        quota = self.quota(request.tenant, now_ms)
+        quota.adopt(request.cost, request.envelope.admitted_at_ms, now_ms)
+        if isinstance(quota, LeasedQuota):
+            self._leasing[request.tenant] = quota
         self.reserved_tokens += request.cost.total
         self.budgets.touch(request.tenant)
         self._count_body(request, 1, now_ms)
 
-    def settle(self, request: Request, used: Cost, now_ms: int, *, refund_request: bool = False) -> None:
+    def settle(
+        self, request: Request, used: Cost, now_ms: int, *, refund_request: bool = False, billed_tokens: int = 0
+    ) -> None:
         """Charge a request what it used instead of what it reserved; it no longer waits."""
-        self.quota(request.tenant, now_ms).settle(request.cost, used, now_ms, refund_request=refund_request)
+        self.quota(request.tenant, now_ms).settle(
+            request.cost, used, now_ms, refund_request=refund_request, billed_tokens=billed_tokens
+        )
         self.reserved_tokens -= request.cost.total
         self.budgets.touch(request.tenant)
         self._count_body(request, -1, now_ms)
@@ -173,7 +213,7 @@ class AdmissionControl:
         self.body_bytes += body_bytes
 
     def _limits_of(self, record: TenantRecord) -> TenantLimits:
-        return record.limits_of(self.record.name)
+        return record.limits_of(shards.model_of(self.record.name))
 
     def _check_budget(self, tenant: TenantRecord, quota: Quota, now_ms: int) -> None:
         """What is open counts as if it used all that it reserves, so that one request alone may pass the budget."""

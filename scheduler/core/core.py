@@ -21,6 +21,7 @@ from scheduler.core import events, outcomes, views
 from scheduler.core.accused import body_key
 from scheduler.core.admission import RETRY_AFTER_S_MAX
 from scheduler.core.lifecycle import UNHEARD, Lifecycle, cancelled
+from scheduler.core.quota_leases import LeaseAwaited
 from scheduler.core.quotas import seconds
 from scheduler.core.request import Request
 from scheduler.core.settings import Settings
@@ -54,6 +55,10 @@ class Core(Lifecycle):
         self._planned_for = record.limits
         self._takeover = Takeover(self)
         self._unsure: list[events.AdmissionAsked] = []
+        self._awaiting: dict[str, dict[str, events.AdmissionAsked]] = {}
+        """Askings that wait for a lease, by tenant and request id; who was dropped asks again."""
+        self._short_of: dict[str, None] = {}
+        """Tenants for whom more is to be leased at the end of this step."""
         self._expiries: list[tuple[int, str]] = []
         """A heap of (when the reservation expires, request id) of all that was admitted."""
         self._handlers = self._table()
@@ -84,6 +89,7 @@ class Core(Lifecycle):
             events.BudgetSeen: self._budget_seen,
             events.SpendingSeen: self._spending_seen,
             events.SpendingUntold: self._spending_untold,
+            events.LeaseExchanged: self._lease_exchanged,
             events.RolloutChanged: self._rollout_changed,
         }
 
@@ -97,6 +103,9 @@ class Core(Lifecycle):
         self.now_ms = max(self.now_ms, now_ms)
         self.effects = []
         self._handlers[type(event)](event)
+        for tenant in self._short_of:
+            self._exchange_lease(tenant)
+        self._short_of.clear()
         if self.requests or self.recovering or not self.admission.record.removed:
             self._quiet_since_ms = self.now_ms
         return self.effects
@@ -138,6 +147,9 @@ class Core(Lifecycle):
                 start_ms=self._worker_start_ms(),
                 prompt=self.pool.expected(asked.prompt_tokens, self.replicas.means.uncached, version, self.now_ms),
             )
+        except LeaseAwaited:
+            self._await_lease(event)
+            return
         except HeadraceError as error:
             self.refusals[error.code] = self.refusals.get(error.code, 0) + 1
             if error.code == "overloaded":
@@ -156,6 +168,26 @@ class Core(Lifecycle):
         self.read_by(request, asked.reader, asked.stream_owner)
         heapq.heappush(self._expiries, (self._expires_at_ms(request), request.id))
         self.do(events.AnswerAdmission(event.handle, self._admitted(request)))
+
+    def _await_lease(self, event: events.AdmissionAsked) -> None:
+        """Ask again once this shard has leased what the request needs of its tenant's limits."""
+        tenant, request_id = event.asked.tenant, event.asked.request_id
+        waiting = self._awaiting.setdefault(tenant, {})
+        if len(waiting) < UNSURE_MAX:
+            waiting[request_id] = event
+            self._short_of[tenant] = None
+
+    def _exchange_lease(self, tenant: str) -> None:
+        waiting = [reserved(event.asked) for event in self._awaiting.get(tenant, {}).values()]
+        if (ask := self.admission.lease(tenant, waiting, self.now_ms)) is not None:
+            self.do(events.ExchangeLease(tenant, ask))
+
+    def _lease_exchanged(self, event: events.LeaseExchanged) -> None:
+        self.admission.leased(event.tenant, event.grant, self.now_ms)
+        waiting = self._awaiting.pop(event.tenant, {})
+        if event.grant is not None:  # Else nobody is answered, and who asked asks again.
+            for asked in waiting.values():
+                self._admission_asked(asked)
 
     def _check_workers(self) -> None:
         """Raises HeadraceError while every worker is slow: what is admitted would wait for nobody knows how long."""
@@ -529,6 +561,8 @@ class Core(Lifecycle):
         if not self.recovering:
             for tenant, spending in self.admission.spending_due(now):
                 self.do(events.TellSpending(tenant, spending))
+        for tenant in self.admission.leases_due(now):
+            self._exchange_lease(tenant)
         self.dispatch()
 
     def _plan_replicas(self) -> None:

@@ -22,6 +22,7 @@ from contracts.messages.frames import Frame
 from contracts.messages.records import ModelRecord, Spending, TenantRecord
 from contracts.messages.request import RequestEnvelope, WorkItem
 from contracts.messages.rollouts import RolloutEvent, RolloutPlan, RolloutProgress
+from scheduler.core.quota_leases import Ask, Grant
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -199,6 +200,13 @@ class SpendingUntold(Event, frozen=True):
     tenant: str
 
 
+class LeaseExchanged(Event, frozen=True):
+    """What came of ExchangeLease; None: nobody knows."""
+
+    tenant: str
+    grant: Grant | None
+
+
 class RolloutChanged(Event, frozen=True):
     """What the operator wants of the model's roll-out; None: there is none. ``progress``: an earlier owner's."""
 
@@ -302,6 +310,13 @@ class TellSpending(Effect, frozen=True):
 
     tenant: str
     spending: Spending
+
+
+class ExchangeLease(Effect, frozen=True):
+    """Change what is leased of a tenant's limits, which all shards share; LeaseExchanged follows."""
+
+    tenant: str
+    ask: Ask
 
 
 class SendFrame(Effect, frozen=True):

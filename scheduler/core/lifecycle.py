@@ -438,7 +438,8 @@ class Lifecycle:
         if error is not None and (event.reporter == "scheduler" or outcomes.is_void(event)):
             self._send_frame(request, "error", msgspec.json.encode(error))
         used = outcomes.used(event, self.admission.record.limits.cached_input_share)
-        self.admission.settle(request, used, self.now_ms)
+        billed_tokens = event.prompt_tokens + event.completion_tokens if event.billable else 0
+        self.admission.settle(request, used, self.now_ms, billed_tokens=billed_tokens)
         if error is not None and error.code == "request_quarantined":
             self.do(events.Quarantine(request.envelope, event, error.message, request.request_seq, request.work_seq))
         else:

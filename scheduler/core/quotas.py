@@ -96,17 +96,12 @@ class Quota:
         """
         limits = self.limits
         refuse_zero(limits, generates=cost.output_tokens > 0)
-        buckets = (
-            ("rpm", self.request_bucket, 1),
-            ("input_tpm", self.input_bucket, cost.input_tokens),
-            ("output_tpm", self.output_bucket, cost.output_tokens),
-        )
         counts = (
             ("concurrency", limits.concurrency, self.open, 1),
             ("queued_requests", limits.queued_requests, self.waiting, 1),
             ("queued_tokens", limits.queued_tokens, self.waiting_tokens, cost.total),
         )
-        sizes = [(field, bucket.size, amount) for field, bucket, amount in buckets]
+        sizes = [(field, bucket.size, amount) for field, bucket, amount in self._buckets(cost)]
         for field, size, amount in (*sizes, *((field, limit, amount) for field, limit, _, amount in counts)):
             if size is not None and amount > size:
                 raise HeadraceError(
@@ -114,7 +109,26 @@ class Quota:
                     f"The request needs {amount} of the limit of {size} {NAMES[field]}; it can never be admitted. "
                     "Shorten the prompt or lower the maximum output.",
                 )
-        for field, bucket, amount in buckets:
+        self.check_levels(cost, now_ms, turnover_ms)
+        for field, limit, taken, amount in counts:
+            if limit is not None and taken + amount > limit:
+                raise HeadraceError(
+                    "rate_limit_exceeded",
+                    f"The limit of {limit} {NAMES[field]} is reached.",
+                    retry_after_s=seconds(turnover_ms),
+                )
+
+    def _buckets(self, cost: Cost) -> tuple[tuple[str, TokenBucket, int], ...]:
+        """And what a request takes of each."""
+        return (
+            ("rpm", self.request_bucket, 1),
+            ("input_tpm", self.input_bucket, cost.input_tokens),
+            ("output_tpm", self.output_bucket, cost.output_tokens),
+        )
+
+    def check_levels(self, cost: Cost, now_ms: int, turnover_ms: int) -> None:
+        """Raise HeadraceError when the buckets have not what a request needs."""
+        for field, bucket, amount in self._buckets(cost):
             wait = bucket.wait_ms(amount, now_ms)
             if wait > 0:
                 raise HeadraceError(
@@ -122,13 +136,6 @@ class Quota:
                     f"The limit of {bucket.size} {NAMES[field]} is reached: the request needs {amount}, "
                     f"{max(0, math.floor(bucket.level(now_ms)))} are left.",
                     retry_after_s=seconds(wait),
-                )
-        for field, limit, taken, amount in counts:
-            if limit is not None and taken + amount > limit:
-                raise HeadraceError(
-                    "rate_limit_exceeded",
-                    f"The limit of {limit} {NAMES[field]} is reached.",
-                    retry_after_s=seconds(turnover_ms),
                 )
 
     def reserve(self, cost: Cost, now_ms: int) -> None:
@@ -153,8 +160,10 @@ class Quota:
             self.input_bucket.take(cost.input_tokens * left, now_ms)
             self.output_bucket.take(cost.output_tokens * left, now_ms)
 
-    def settle(self, cost: Cost, used: Cost, now_ms: int, *, refund_request: bool) -> None:
-        """The request of ``cost`` ended having used ``used``."""
+    def settle(
+        self, cost: Cost, used: Cost, now_ms: int, *, refund_request: bool = False, billed_tokens: int = 0
+    ) -> None:
+        """The request of ``cost`` ended having used ``used`` of its limits, and ``billed_tokens`` of a budget."""
         if refund_request:
             self.request_bucket.take(-1, now_ms)
         self.input_bucket.take(used.input_tokens - cost.input_tokens, now_ms)

@@ -147,7 +147,7 @@ MAY_PUBLISH: dict[str, set[str]] = {
     | {"audit", "rollout", "copy of a request"}
     | {"queues", "cancel T1 as a gateway", "QUARANTINE purged"}
     | read("AUDIT", "QUARANTINE")
-    | kept("leases", "spending", "prices", *ADMINISTERED)
+    | kept("leases", "spending", "quotas", "prices", *ADMINISTERED)
     | watched("tenants", "budgets", "spending", "models", "versions", "rollouts")
     | REPLIES
     | SEEN,

@@ -9,6 +9,7 @@ from contracts import registry, subjects, topology
 from contracts.bus import Bus
 from contracts.errors import HeadraceError
 from contracts.messages.records import Artifact, Base, Golden, Manifest
+from contracts.messages.rollouts import RolloutPlan
 
 FIRST = Manifest(
     name="Org/M 1",
@@ -113,3 +114,47 @@ async def test_arguments_that_no_engine_has_are_not_entered(bus: Bus, engine: st
     with pytest.raises(HeadraceError, match=reason):
         await registry.put_version(bus, manifest)
     assert await registry.models(bus) == []
+
+
+# Shards -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_model_gets_more_shards_and_never_fewer(bus: Bus) -> None:
+    await registry.put_version(bus, FIRST)
+    assert (await registry.set_shards(bus, FIRST.name, 2)).after.shards == 2  # type: ignore[union-attr]
+    for count in (1, 17):
+        with pytest.raises(HeadraceError, match="has 2 shards"):
+            await registry.set_shards(bus, FIRST.name, count)
+    assert (await registry.model(bus, FIRST.name)).shards == 2
+
+
+async def test_what_a_shard_could_not_do_is_refused(bus: Bus) -> None:
+    """A name that is another's shard; an adapter; a name too long to be numbered; a roll-out, judged by one owner."""
+    await registry.put_version(bus, FIRST)
+    await registry.put_version(bus, SECOND)
+    with pytest.raises(HeadraceError, match="as a shard's does"):
+        await registry.put_version(bus, msgspec.structs.replace(FIRST, name=f"{FIRST.name}#1"))
+    tuned = msgspec.structs.replace(FIRST, name="tuned", version="t1", base=Base(model=FIRST.name, version="v1"))
+    await registry.put_version(bus, tuned)
+    with pytest.raises(HeadraceError, match="is an adapter"):
+        await registry.set_shards(bus, "tuned", 2)
+    long = "m" * subjects.MAX_NAME_CHARACTERS
+    await registry.put_version(bus, msgspec.structs.replace(FIRST, name=long))
+    with pytest.raises(HeadraceError, match="shard's name"):
+        await registry.set_shards(bus, long, 2)
+    await registry.set_shards(bus, FIRST.name, 2)
+    with pytest.raises(HeadraceError, match="no adapter can have"):
+        await registry.put_version(bus, msgspec.structs.replace(tuned, name=FIRST.name))
+    with pytest.raises(HeadraceError, match="2 shards"):
+        await registry.start_rollout(bus, RolloutPlan(id="", model=FIRST.name, to="v2", steps=[100.0], hold_ms=1_000))
+
+
+async def test_a_removed_model_goes_with_its_first_shard_and_that_is_the_last(bus: Bus) -> None:
+    await registry.put_version(bus, FIRST)
+    await registry.set_shards(bus, FIRST.name, 2)
+    await registry.remove_model(bus, FIRST.name)
+    assert not await registry.forget_removed(bus, FIRST.name), "the other one has not ended"
+    assert not await registry.forget_removed(bus, f"{FIRST.name}#1")
+    assert not await registry.forget_removed(bus, f"{FIRST.name}#1"), "it has gone already"
+    assert await registry.forget_removed(bus, FIRST.name)
+    assert not await registry.is_known(bus, FIRST.name)
