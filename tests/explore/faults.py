@@ -106,6 +106,10 @@ def _of_workers(world: "World", before: "World | None", *, moved: bool) -> Itera
             yield "redeliver work", slot
         if not changed:
             continue
+        if world.slow:
+            yield "late", slot
+            if worker.runs and not worker.stalled:
+                yield "engine stands still", slot
         yield "crash", f"w{slot}"
         yield "freeze", f"w{slot}"
         if worker.name and not worker.draining:
@@ -173,6 +177,7 @@ def _crash(world: "World", name: str) -> None:
                 "beat": False,
                 "rebuild": False,
                 "draining": 0,
+                "stalled": 0,
                 "started": frozenset(),
                 "denied": frozenset(),
             },
@@ -195,6 +200,15 @@ def _freeze(world: "World", name: str) -> None:
         world.set_worker(int(name[1:]), up="frozen", since=world.now)
     else:
         world.set_sched(int(name[1:]), up="frozen", since=world.now)
+
+
+def _late(world: "World", slot: int) -> None:
+    """Its event loop stands still."""
+    world.set_worker(slot, up="late", since=world.now)
+
+
+def _engine_stands_still(world: "World", slot: int) -> None:
+    world.set_worker(slot, stalled=world.now)
 
 
 def _lose(world: "World", message: Message) -> None:
@@ -310,6 +324,8 @@ def _delay_beat(world: "World", slot: int) -> None:
 _FAULTS: dict[str, Callable[..., None]] = {
     "crash": _crash,
     "freeze": _freeze,
+    "late": _late,
+    "engine stands still": _engine_stands_still,
     "drain": _drain,
     "lose": _lose,
     "delay": _delay,

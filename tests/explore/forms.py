@@ -20,9 +20,9 @@ def sched_form(sched: Sched, now: int, parts: Parts) -> Any:
 
 
 def worker_form(worker: Worker, now: int, parts: Parts) -> Any:
-    since = near(worker.since, now) if worker.up == "frozen" else 0
-    times = since, worker.draining and near(worker.draining, now)
-    rest = flat(worker._replace(since=0, draining=0)[4:], now)
+    since = near(worker.since, now) if worker.up in ("frozen", "late") else 0
+    times = since, *[at and near(at, now) for at in (worker.draining, worker.stalled)]
+    rest = flat(worker._replace(since=0, draining=0, stalled=0)[4:], now)
     return worker[:3], parts.worker.form(worker.state, now), times, rest
 
 

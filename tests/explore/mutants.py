@@ -245,3 +245,24 @@ class SelfishCore(Core):
 
 def _stored(event: events.WorkRefused) -> events.StoreWork:
     return events.StoreWork(event.request_id, event.attempt, "", "", 0, 0)
+
+
+class PulselessCore(Core):
+    """Goes by heartbeats alone: whose event loop stands still is taken for dead."""
+
+    def _pulse_seen(self, event: events.PulseSeen) -> None:
+        pass
+
+
+class HeedlessCore(Core):
+    """Knows that a worker is alive, and not that it is slow: gives it more, and waits for it to take that."""
+
+    def _pulse_seen(self, event: events.PulseSeen) -> None:
+        super()._pulse_seen(event)
+        for worker in self.pool.workers.values():
+            worker.slow_since_ms = 0
+        self.pool._usable.clear()
+        self.dispatch()
+
+    def _withdraw_lost_work(self) -> None:
+        pass

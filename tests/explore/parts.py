@@ -22,6 +22,7 @@ from contracts.messages.control import (
     StatusAnswer,
     StreamOwnerHeartbeat,
     WorkerHeartbeat,
+    WorkerPulse,
 )
 from contracts.messages.frames import Frame, FramesAnswer
 from contracts.messages.records import ModelRecord, TenantLimits, TenantRecord
@@ -47,6 +48,7 @@ CANCEL = Codec[CancelRequest](CancelRequest)
 CONTROL = Codec[ControlRequest](ControlRequest)  # type: ignore[arg-type]
 CONTROLLED = Codec[ControlAnswer](ControlAnswer)
 BEAT = Codec[WorkerHeartbeat](WorkerHeartbeat)
+PULSE = Codec[WorkerPulse](WorkerPulse)
 STREAM_OWNER = Codec[StreamOwnerHeartbeat](StreamOwnerHeartbeat)
 FRAME = Codec[Frame](Frame)
 FRAMES = Codec[FramesAnswer](FramesAnswer)
@@ -60,6 +62,9 @@ SETTINGS = Settings(
     publish_within_ms=3 * TICK_MS,
     expiry_margin_ms=TICK_MS,
     lost_after_beats=LOST_TICKS,
+    slow_lag_ms=TICK_MS,
+    slow_engine_ms=2 * TICK_MS,
+    given_up_ms=6 * TICK_MS,
     cancel_repeat_ms=2 * TICK_MS,
     pickup_timeout_ms=5 * TICK_MS,
     readers_heard_ms=4 * TICK_MS,
@@ -280,6 +285,8 @@ def _core_event(op: Op) -> events.Event:
             return events.StatusAsked(TENANT, of, rid, void_below=void_below, reader=rid, stream_owner=READER)
         case ("beat", _, data):
             return events.WorkerSeen(BEAT.decode(data))
+        case ("pulse", _, data):
+            return events.PulseSeen(PULSE.decode(data))
         case ("stream_owner", _, data):
             return events.StreamOwnerSeen(STREAM_OWNER.decode(data))
         case ("tick",):

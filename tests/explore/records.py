@@ -7,6 +7,8 @@ BASE_MS = 1_000_000_000_000
 TICK_MS = 500
 LOST_TICKS = 2
 """Silence of more loopback heartbeats than these loses a worker; 6 in production."""
+LATE_TICKS = 10
+"""An event loop or an engine that stands still goes on within these: some are given up before, some are not."""
 STOPPED_TICKS = 5
 """A frozen process wakes, and a delayed message arrives, within these: longer than a loss and a takeover take."""
 
@@ -75,7 +77,10 @@ class Kept(NamedTuple):
 
 
 class Worker(NamedTuple):
-    """A worker process under one name; between an eviction and the next name ``name`` is empty."""
+    """A worker process under one name; between an eviction and the next name ``name`` is empty.
+
+    ``up``: up, down, frozen, or late: its event loop stands still, and a thread of its own tells of that.
+    """
 
     slot: int
     number: int
@@ -91,6 +96,8 @@ class Worker(NamedTuple):
     rebuild: bool = False
     draining: int = 0
     """Since when it ends in order."""
+    stalled: int = 0
+    """Since when its engine makes no step."""
     started: frozenset[Key] = frozenset()
     denied: frozenset[tuple[Key, int]] = frozenset()
     """(attempt, epoch): what it has told the owner of that epoch that it will not start."""
@@ -136,7 +143,8 @@ class Scenario(NamedTuple):
     ``pinned``: so many of the first requests ask for a version that nobody serves.
     ``concurrency``: how many requests the tenant may have open. ``only``: faults that are tried, by name or by name
     and target; empty: all of them.
-    ``keyed``: services ask, under idempotency keys, and again when they are not answered or told to.
+    ``keyed``: services ask, under idempotency keys, and again when they are not answered or told to. ``slow``: workers'
+    event loops and engines may stand still.
     """
 
     name: str
@@ -149,3 +157,4 @@ class Scenario(NamedTuple):
     concurrency: int | None = None
     only: tuple[str, ...] = ()
     keyed: bool = False
+    slow: bool = False

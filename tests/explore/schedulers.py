@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tests.explore.parts import cancelled_attempt
-from tests.explore.records import TICK_MS, Action, Key, Message, Op, Sched
+from tests.explore.records import TICK_MS, Action, Key, Message, Op, Sched, Violation, Worker
 
 if TYPE_CHECKING:
     from tests.explore.world import World
@@ -82,11 +82,19 @@ def feed(world: "World", slot: int, op: Op) -> None:
                 if world.held(sched):
                     world.risen = max(world.risen, epoch)
                     world.lease = (world.lease[0], world.now - TICK_MS)  # The term ends.
+            case ("work", rid, attempt, name, *_) if any(w.name == name and _is_slow(world, w) for w in world.workers):
+                raise Violation("nothing new goes to who is slow", f"{rid} attempt {attempt} to {name}")
             case ("frame", rid, data):
                 world.send(("frame", f"{sched.name}.{sched.epoch}", rid, "", sched.epoch, data))
             case _:
                 todo.append(output)
     world.set_sched(slot, state=state, todo=tuple(todo))
+
+
+def _is_slow(world: "World", worker: Worker) -> bool:
+    """For so long that every owner that serves has been told."""
+    late = worker.up == "late" and world.now - worker.since > 2 * TICK_MS
+    return late or (bool(worker.stalled and worker.runs) and world.now - worker.stalled > 3 * TICK_MS)
 
 
 def hear(world: "World", slot: int, *beats: Op) -> None:

@@ -50,6 +50,7 @@ SCENARIOS = (
     Scenario("nobody's version", (False, False), leaves=0, pinned=1),
     Scenario("one at a time", (True, False), concurrency=1),
     Scenario("a service's stream", (True,), keyed=True),
+    Scenario("slow workers", (True,), leaves=0, slow=True),
 )
 
 

@@ -16,12 +16,12 @@ ENOUGH_S = 600.0
 """Far more than a search takes that must be complete."""
 MUTANT_S = 150.0
 """Bound for one mutant; most take seconds."""
-STREAM, ANSWER, POISON, TWO, LIMITED, PINNED, FULL, SERVICE = SCENARIOS
+STREAM, ANSWER, POISON, TWO, LIMITED, PINNED, FULL, SERVICE, SLOW = SCENARIOS
 
 
 @pytest.mark.parametrize(
     ("scenarios", "most"),
-    [((STREAM, ANSWER, LIMITED, SERVICE), 1), ((TWO, POISON, PINNED, FULL), 0)],
+    [((STREAM, ANSWER, LIMITED, SERVICE, SLOW), 1), ((TWO, POISON, PINNED, FULL), 0)],
     ids=["one", "two"],
 )
 def test_no_history_with_so_many_faults_breaks_a_rule(scenarios: tuple[Scenario, ...], most: int) -> None:
@@ -48,6 +48,8 @@ RESTORE = Scenario("restore", (False,), leaves=0, only=("restore",))
 CLOCK = Scenario("clock", (False,), leaves=0, only=("step clock",))
 UNHEARD = Scenario("unheard", (True,), leaves=0, keyed=True, only=("crash", "answer lost", "submit unconfirmed"))
 COPIES = Scenario("copies", (False,), faults=3, leaves=0, poison=True, only=("crash s0", "drain 1", "delete late"))
+LATE = Scenario("late", (True,), faults=1, leaves=0, slow=True, only=("late",))
+LATE_HEIR = Scenario("late heir", (True,), leaves=0, slow=True, only=("late 1", "crash w0"))
 DRAINS = Scenario("drains", (True,), leaves=0, only=("drain",))
 
 BROKEN: dict[str, tuple[Parts, Scenario, set[str]]] = {
@@ -91,6 +93,8 @@ BROKEN: dict[str, tuple[Parts, Scenario, set[str]]] = {
     "keyless": (Parts(core=mutants.KeylessCore), UNHEARD, {"a key is run once", "at most one billable attempt"}),
     "unnamed": (Parts(core=mutants.UnnamedCore), UNHEARD, {"a key is run once", "at most one billable attempt"}),
     "forgetting": (Parts(core=mutants.ForgettingCore), UNHEARD, {"a key is run once", "at most one billable attempt"}),
+    "pulseless": (Parts(core=mutants.PulselessCore), LATE, {"who is late is not dead", "no request fails in vain"}),
+    "heedless": (Parts(core=mutants.HeedlessCore), LATE_HEIR, {"nothing new goes to who is slow"}),
     "selfish": (Parts(core=mutants.SelfishCore), UNHEARD, {"no request fails in vain"}),
 }
 """A broken part, the scenario in which it is found, and the rules that it breaks."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from contracts.messages.control import WorkerPulse
 from contracts.messages.frames import AcceptedData, Frame, FramesAnswer
 from tests.explore import schedulers
 from tests.explore.parts import CONTROLLED, ITEM, encode
@@ -44,7 +45,7 @@ def actions(world: "World") -> Iterator[Action]:
         for run in worker.runs:
             if run.stopping:
                 yield "stopped", slot, run.key
-            elif run.due:
+            elif run.due and not worker.stalled:
                 yield "engine", slot, run.key
         if world.parts.worker.facts[worker.state][0] > 0:
             for seq, name, _ in world.work:
@@ -193,6 +194,13 @@ def _beat(world: "World", slot: int) -> None:
     if worker.name:
         for sched in range(len(world.scheds)):
             schedulers.hear(world, sched, ("beat", worker.name, world.parts.worker.facts[worker.state][3]))
+
+
+def pulse(world: "World", worker: Worker) -> Op:
+    """What its thread tells, whatever its event loop and its engine do."""
+    lag_ms = world.now - worker.since if worker.up == "late" else 0
+    idle_ms = world.now - worker.stalled if worker.stalled and worker.runs else 0
+    return "pulse", worker.name, encode(WorkerPulse(worker=worker.name, lag_ms=lag_ms, engine_idle_ms=idle_ms))
 
 
 def _rejoin(world: "World", slot: int) -> None:

@@ -15,9 +15,10 @@ import msgspec
 from contracts.messages.control import StreamOwnerHeartbeat
 from tests.explore import faults, forms, gateway, schedulers, workers
 from tests.explore.canonical import near
-from tests.explore.parts import EVENT, ITEM, Parts, encode
+from tests.explore.parts import EVENT, ITEM, SETTINGS, Parts, encode
 from tests.explore.records import (
     BASE_MS,
+    LATE_TICKS,
     STOPPED_TICKS,
     TICK_MS,
     Action,
@@ -64,6 +65,7 @@ class World:
         "risen",
         "scheds",
         "seq",
+        "slow",
         "stored_ids",
         "walls",
         "work",
@@ -79,6 +81,7 @@ class World:
         """How many may still happen."""
         self.leaves = scenario.leaves
         self.poison = scenario.poison
+        self.slow = scenario.slow
         self.harm = 0
         """What the faults so far may cost: 0 no request, 1 attempts of one worker, 2 anything."""
         self.lease = (FIRST_EPOCH - 1, BASE_MS)
@@ -200,6 +203,10 @@ class World:
         # After a restore numbers are given anew: an acknowledgement may hit another message than was meant.
         if b"did not reach its worker" in data and not self.restored:
             raise Violation("what is dispatched reaches its worker", f"{rid} attempt {attempt}")
+        if not self.harm and (b"for too long" in data or b"did not acknowledge" in data):
+            late = next((w for w in self.workers if w.up == "late" and w.name.encode() in data), None)
+            if late is not None and self.now - late.since < SETTINGS.given_up_ms:
+                raise Violation("who is late is not dead", f"{rid} attempt {attempt} at {late.name}")
         if b"body is gone" in data and not self.restored:
             raise Violation("a body is kept until the end", f"{rid} attempt {attempt}")
         bills = sum(event.billable for of in (rid, _other_try(rid)) for _, event in self.ends_of(of))
@@ -260,16 +267,23 @@ class World:
                 return [action]
             blocking.append(action)
         held_up = [("arrive", *entry) for entry in self.late if entry[0] < self.now and self._arrives(entry[1])]
-        waking = [("thaw", name) for name, up, _ in self._processes() if up == "frozen"]
-        overdue = any(self._overdue(entry[0]) for entry in self.late) or any(
-            up == "frozen" and self._overdue(since) for _, up, since in self._processes()
+        waking: list[Action] = [("thaw", name) for name, up, _ in self._processes() if up in ("frozen", "late")]
+        waking += [("engine goes on", worker.slot) for worker in self.workers if worker.stalled]
+        overdue = (
+            any(self._overdue(entry[0]) for entry in self.late)
+            or any(
+                self._overdue(since, LATE_TICKS if up == "late" else STOPPED_TICKS)
+                for _, up, since in self._processes()
+                if up in ("frozen", "late")
+            )
+            or any(worker.stalled and self._overdue(worker.stalled, LATE_TICKS) for worker in self.workers)
         )
         if blocking or overdue:
             return [*blocking, *held_up, *waking]
         return [("tick",), *held_up, *waking]
 
-    def _overdue(self, since: int) -> bool:
-        return self.now - since >= STOPPED_TICKS * TICK_MS
+    def _overdue(self, since: int, ticks: int = STOPPED_TICKS) -> bool:
+        return self.now - since >= ticks * TICK_MS
 
     def _processes(self) -> Iterator[tuple[str, str, int]]:
         for sched in self.scheds:
@@ -366,6 +380,8 @@ class World:
                 world.receive(message)
             case ("thaw", name):
                 world._thaw(name)
+            case ("engine goes on", slot):
+                world.set_worker(slot, stalled=0)
             case _:
                 if action[0] in schedulers.STEPS:
                     schedulers.STEPS[action[0]](world, *action[1:])
@@ -419,7 +435,11 @@ class World:
         self.now += TICK_MS
         schedulers.renew(self)
         workers.pass_time(self)
-        beats: list[Op] = [
+        if any(w.up == "late" and self.now - w.since >= SETTINGS.given_up_ms for w in self.workers):
+            self.harm = max(self.harm, 1)
+        pulsing = [w for w in self.workers if self.slow and w.up in ("up", "late") and w.name]
+        beats: list[Op] = [workers.pulse(self, worker) for worker in pulsing]
+        beats += [
             ("beat", worker.name, self.parts.worker.facts[worker.state][3])
             for worker in self.workers
             if worker.up == "up" and worker.name
@@ -471,7 +491,7 @@ class World:
             and not self.requests
             and self.parts.core.facts[owner.state][0] == 0
             and all(w.name and not w.beat and not w.todo and not w.rebuild and not w.draining for w in self.workers)
-            and all(not self.parts.worker.facts[w.state][2] and not w.runs for w in self.workers)
+            and all(not self.parts.worker.facts[w.state][2] and not w.runs and not w.stalled for w in self.workers)
         )
 
     def is_quiet(self) -> bool:
