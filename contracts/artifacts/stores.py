@@ -188,7 +188,12 @@ def file_system(url: str) -> tuple[Any, str]:
 
     try:
         files, root = fsspec.core.url_to_fs(url, **({"skip_instance_cache": True} if scheme != "memory" else {}))
-    except (ImportError, ValueError) as error:
+    except ImportError as error:
+        package = {"s3": "s3fs", "gs": "gcsfs"}.get(scheme, "aiohttp")
+        raise BadArtifact(
+            f"{scheme}:// needs the package {package}: pip install {package}, where this runs and where workers do"
+        ) from error
+    except ValueError as error:
         raise BadArtifact(f"{scheme}:// cannot be read here: {_said(error)}") from error
     return files, str(root).rstrip("/")
 

@@ -2,12 +2,14 @@
 
 import json
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from contracts.artifacts.files import BadArtifact, check_path, check_safetensors, check_shards, publishable
+from contracts.artifacts.stores import file_system
 from tests.support.models import safetensors
 
 
@@ -113,3 +115,10 @@ def test_any_cut_and_any_flip_of_a_header_is_refused_or_harmless(tmp_path: Path)
             check_safetensors(file, file.name)
         except BadArtifact:
             continue
+
+
+@pytest.mark.parametrize(("url", "package"), [("s3://bucket/x", "s3fs"), ("gs://bucket/x", "gcsfs")])
+def test_a_store_whose_package_is_missing_says_which(url: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(BadArtifact, match=f"needs the package {package}: pip install {package}"):
+        file_system(url)
