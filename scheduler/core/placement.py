@@ -2,8 +2,13 @@
 
 A worker's cost is (tokens of prompts that it has yet to compute + those that this one would add, WHEN_FULL times where
 new blocks drive out others) x (what runs and waits there + 1); the lowest wins (LMetric, arXiv 2603.15202, with our
-factor). Nobody gets one who has more than CROWDED times the mean and one more, so that a hot prefix spreads. Which
-request is next is decided before, by fairness; who has no keys goes by load alone.
+factor) x the share of the work that it has done of late. Nobody gets one who has more than CROWDED times the mean and
+one more, so that a hot prefix spreads. Which request is next is decided before, by fairness; who has no keys goes by
+load alone.
+
+Work of late evens out what chance does: who happens to hold the longer conversations stays the busiest otherwise, since
+all of them come back. It is bounded on both sides, so that a faster worker, which does more by being free more
+often, keeps most of that.
 """
 
 import math
@@ -21,6 +26,12 @@ WHEN_FULL = 4
 CROWDED = 1.25
 LAST_RESORT = 1e18
 """Added to the cost of who is crowded: chosen when all are."""
+SHARE_MIN, SHARE_MAX = 0.8, 1.25
+"""Bounds of (a worker's work of late / the mean)^2 in its cost."""
+LATE_TOKENS = 256_000
+"""A worker's work, on the mean, at which all of it is halved."""
+NEW_TOKENS = 10_000
+"""Each worker's work when it joins: the first few requests say nothing about it."""
 
 
 class Expected(NamedTuple):
@@ -36,9 +47,9 @@ class Expected(NamedTuple):
 
 
 class WorkerLoad:
-    """What was placed on a worker and has not ended, and what it holds."""
+    """What was placed on a worker and has not ended, what it holds, and what it has done."""
 
-    __slots__ = ("attempts", "cache", "count", "prompts")
+    __slots__ = ("attempts", "cache", "count", "prompts", "work_share", "work_tokens")
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
@@ -46,6 +57,10 @@ class WorkerLoad:
         """By request id; ``count`` of them."""
         self.count = 0
         self.prompts = Prompts()
+        self.work_tokens: float = NEW_TOKENS
+        """Computed of late for attempts that have ended: of prompts what was not cached, and of answers."""
+        self.work_share = 1.0
+        """Of that in the mean, as a factor of its cost."""
 
 
 class Candidate(Protocol):
@@ -73,14 +88,20 @@ class Placement:
     def __init__(self) -> None:
         self.index = PrefixIndex()
         self.found = Found()
+        self._loads: list[WorkerLoad] = []
+        self._ends = 0
+        """Since shares were told."""
 
     def join(self) -> WorkerLoad:
         """Of a new worker."""
-        return WorkerLoad(self.index.join())
+        load = WorkerLoad(self.index.join())
+        self._loads.append(load)
+        return load
 
     def leave(self, load: WorkerLoad) -> None:
         """The worker is lost."""
         self.index.leave(load.cache)
+        self._loads.remove(load)
 
     def choose(self, request: Request, candidates: Sequence[C]) -> C | None:
         """One of the candidates; None if there are none. Of equal ones that with less reserved."""
@@ -91,7 +112,7 @@ class Placement:
         most = 1 + CROWDED * sum([load.count for load in loads]) / len(loads)
         best, least = candidates[0], math.inf
         for each, load in zip(candidates, loads, strict=True):
-            cache, uncached, count = load.cache, prompt, load.count
+            cache, uncached = load.cache, prompt
             if runs:
                 for bits, left in runs:
                     if bits & cache.bit:
@@ -99,11 +120,12 @@ class Placement:
                         break
             if cache.blocks >= cache.full_at:
                 uncached *= WHEN_FULL
-            cost: float = (load.prompts.tokens + uncached) * (count + 1)
-            if count > most:
-                cost += LAST_RESORT
-            if cost < least or (cost == least and each.kv_reserved < best.kv_reserved):
-                best, least = each, cost
+            cost = (load.prompts.tokens + uncached) * (load.count + 1) * load.work_share
+            if cost <= least:
+                if load.count > most:
+                    cost += LAST_RESORT
+                if cost < least or (cost == least and each.kv_reserved < best.kv_reserved):
+                    best, least = each, cost
         return best
 
     def in_time(self, request: Request, candidates: Sequence[C], now_ms: int) -> Sequence[C]:
@@ -161,6 +183,20 @@ class Placement:
         self.found.prompt += event.prompt_tokens
         self.found.cached += event.cached_tokens
         self.found.expected += expected.cached_tokens
+        self._worked(load, event.prompt_tokens - event.cached_tokens + event.completion_tokens)
         if expected.cached_tokens - event.cached_tokens >= COVERED[1]:
             missing_first = event.cached_tokens < COVERED[1]
             self.index.drop_until(load.cache, expected.first_used_at if missing_first else expected.last_used_at)
+
+    def _worked(self, load: WorkerLoad, tokens: int) -> None:
+        """It has computed these. All shares are told anew once in as many ends as there are workers."""
+        load.work_tokens += tokens
+        self._ends += 1
+        if self._ends < len(self._loads):
+            return
+        self._ends = 0
+        mean = sum(each.work_tokens for each in self._loads) / len(self._loads)
+        for each in self._loads:
+            each.work_share = min(SHARE_MAX, max(SHARE_MIN, (each.work_tokens / mean) ** 2))
+            if mean > LATE_TOKENS:
+                each.work_tokens /= 2

@@ -121,12 +121,12 @@ class PrefixIndex:
         holders, bit, known = self._holders, cache.bit, cache.keys
         self._uses += 1
         value = TIME * self._uses
-        held = cache.held_of(keys)
         numbers = keys.tolist()
-        for key, blocks in zip(numbers[held:], weights[held:], strict=True):
-            if key not in known:
-                others = holders.get(key)
-                holders[key] = bit if others is None else others | bit
+        for key, blocks in zip(numbers, weights, strict=True):
+            if key not in known:  # Of those after it some may be: what an engine says of its cache can have holes.
+                others = holders.setdefault(key, bit)
+                if others != bit:
+                    holders[key] = others | bit
                 cache.blocks += blocks
         known.update(zip(numbers, [value + blocks for blocks in weights], strict=True))
         cache.uses.append((self._uses, keys))
@@ -167,18 +167,13 @@ class PrefixIndex:
             if value // TIME == used_at:
                 del known[key]
                 cache.blocks -= value - least
-                if (left := holders[key] ^ bit) != 0:
+                if left := holders.pop(key) ^ bit:
                     holders[key] = left
-                else:
-                    del holders[key]
 
     def _drop(self, cache: Cache, key: int) -> None:
         cache.blocks -= cache.keys.pop(key) % TIME
-        left = self._holders[key] & ~cache.bit
-        if left:
+        if left := self._holders.pop(key) ^ cache.bit:
             self._holders[key] = left
-        else:
-            del self._holders[key]
 
 
 def _compact(cache: Cache) -> None:

@@ -26,6 +26,7 @@ _LEFT_OUT = frozenset(
     (
         *("history", "_history", "effects", "_effects", "_handlers", "_settings", "settings", "_bounds", "record"),
         *("_life", "_queue", "ledger", "versions", "prefix", "prompts", "index", "found", "cache", "_usable"),
+        *("_loads", "_ends", "work_share", "work_tokens"),
         *("outcomes", "refusals", "mended", "lost_workers", "throughput", "retry_reservations"),
         *("counter", "charged", "_order", "_active", "_last_leaver"),
         *("beats", "clocks", "pulled_at_ms", "ended_at_ms", "first_token_at_ms", "error_message", "_now_ms"),

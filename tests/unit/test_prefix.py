@@ -15,7 +15,7 @@ from contracts.messages.records import ModelRecord, PoolLimits, TenantLimits, Te
 from contracts.messages.request import Reply, RequestEnvelope
 from contracts.prefix import BLOCK_TOKENS, COVERED, cache_salt, keys_of, unshared_salt
 from contracts.tokens import Cost
-from scheduler.core import events, outcomes
+from scheduler.core import events, outcomes, placement
 from scheduler.core.prefix_index import PrefixIndex
 from scheduler.core.request import Request
 from scheduler.core.settings import Settings
@@ -163,6 +163,19 @@ def test_the_index_agrees_with_a_plain_model_of_itself() -> None:
     assert not len(index) and not index._holders
 
 
+def test_what_has_a_hole_is_counted_as_all_else_is() -> None:
+    index = PrefixIndex()
+    cache = index.join()
+    prompt = keys(list(range(1_000)))
+    index.use(cache, prompt, 100_000)
+    index.drop(cache, prompt[2:3])
+    assert cache.blocks == len(prompt) - 1
+    index.use(cache, prompt, 100_000)
+    assert cache.blocks == len(prompt) and index.runs(prompt) == [(cache.bit, len(prompt))]
+    index.leave(cache)
+    assert not len(index) and not index._holders
+
+
 def test_memory_is_bounded_by_the_cache_and_by_the_index() -> None:
     index = PrefixIndex(blocks_max=500)
     caches = [index.join(), index.join()]
@@ -182,6 +195,23 @@ def test_a_conversation_stays_where_it_is_known_and_others_go_elsewhere() -> Non
     pool.send(busy)
     pool.send(request([8] * 3_000, "other"))
     assert {pool.pool.workers[name].load.count for name in ("w0", "w1")} == {1}
+
+
+def test_who_has_done_more_of_late_gets_less_of_what_is_new_and_keeps_what_it_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(placement, "LATE_TOKENS", 40_000)
+    pool = Pool(kv_tokens=10_000_000)
+    busy = pool.serve(SYSTEM + [1] * 500)
+    pool.serve([2] * 500)
+    assert pool.serve([3] * 1_000) != busy
+    for number in range(120):
+        assert pool.serve(SYSTEM + [1] * 500 + list(range(number * 10, number * 10 + 900))) == busy
+    loads = {name: worker.load for name, worker in pool.pool.workers.items()}
+    assert loads.pop(busy).work_share == placement.SHARE_MAX
+    [other] = loads.values()
+    assert other.work_share == placement.SHARE_MIN and other.work_tokens < placement.NEW_TOKENS
+    assert pool.serve([4] * 1_000) != busy
 
 
 def test_siblings_of_a_burst_meet_and_a_hot_prefix_spreads() -> None:

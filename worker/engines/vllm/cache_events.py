@@ -4,7 +4,6 @@ The publisher's queue is bounded, and vLLM's engine stands still while it is ful
 reading is done here, and an event loop that is late holds up nobody.
 """
 
-import contextlib
 import shutil
 import tempfile
 import threading
@@ -64,8 +63,11 @@ class CacheEvents:
                     _log.warning("kv_events_missed", expected=expected, got=number)
                     self.kept.cleared()
                 expected = number + 1
-                with contextlib.suppress(msgspec.MsgspecError, TypeError, ValueError, KeyError, IndexError):
+                try:
                     take(self.kept, msgspec.msgpack.decode(frames[-1]))
+                except (msgspec.MsgspecError, TypeError, ValueError, LookupError, AttributeError) as error:
+                    _log.warning("kv_events_unreadable", number=number, reason=type(error).__name__)
+                    self.kept.cleared()  # As good as missed.
         except Exception:
             _log.exception("kv_events_broke")
             self.kept.cleared()
