@@ -294,6 +294,7 @@ async def test_bad_events_are_set_aside_and_block_nothing(
     assert all(letter.reason for letter in letters)
     assert [letter.original_base64 for letter in letters if letter.original is None] == ["//4gbm90IEpTT04="]
     row = failure_table.table()["end of an attempt that nobody can read"]
+    assert row.name == "headrace_ledger_dead_letters_total"
     assert row.figure((await ledger.get("/metrics"))[1]) == len(bad)
     assert capfd.readouterr().err.count(f'"{row.log}"') == len(bad)
     consumer = await bus.jetstream.api(f"CONSUMER.INFO.{topology.ATTEMPTS}.ledger")
