@@ -151,11 +151,9 @@ def _names_of(value: Any) -> tuple[str, ...]:
     if kind not in _names:
         if isinstance(value, msgspec.Struct):
             _names[kind] = value.__struct_fields__
-        elif hasattr(value, "__dict__"):
-            return tuple(sorted(value.__dict__))
         else:
-            _names[kind] = tuple(kind.__slots__)
-    return _names[kind]
+            _names[kind] = tuple(name for each in kind.__mro__ for name in getattr(each, "__slots__", ()))
+    return (*_names[kind], *sorted(getattr(value, "__dict__", ())))
 
 
 _settled: dict[tuple[bytes, int], bytes] = {}
