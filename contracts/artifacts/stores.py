@@ -179,7 +179,9 @@ class PlainFiles:
 def file_system(url: str) -> tuple[Any, str]:
     """fsspec's file system and the place in it. Raises BadArtifact for a URL that is none of ours."""
     parts = urlsplit(url)
-    scheme = parts.scheme if "://" in url else "file"
+    scheme = "file"
+    if "://" in url:
+        scheme, url = parts.scheme, parts.scheme + url[len(parts.scheme) :]  # In any case of letters.
     if scheme not in SCHEMES:
         raise BadArtifact(f"{url[:80]!r}: files are taken from {', '.join(sorted(SCHEMES - {'memory'}))}")
     if parts.password or (parts.username and scheme != "file"):

@@ -117,7 +117,9 @@ def test_any_cut_and_any_flip_of_a_header_is_refused_or_harmless(tmp_path: Path)
             continue
 
 
-@pytest.mark.parametrize(("url", "package"), [("s3://bucket/x", "s3fs"), ("gs://bucket/x", "gcsfs")])
+@pytest.mark.parametrize(
+    ("url", "package"), [("s3://bucket/x", "s3fs"), ("S3://bucket/x", "s3fs"), ("gs://bucket/x", "gcsfs")]
+)
 def test_a_store_whose_package_is_missing_says_which(url: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(BadArtifact, match=f"needs the package {package}: pip install {package}"):
