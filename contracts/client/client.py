@@ -41,6 +41,9 @@ A = TypeVar("A", bound=ApiObject)
 _Terms = tuple[int | None, str]
 """``deadline_ms`` and ``idempotency_key`` of a call."""
 
+_OWN_FIELDS = ("prefix_caching", "price_ceiling")
+"""Of a submit, and of no API: headers over HTTP."""
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -96,6 +99,8 @@ class Client:
     # ``deadline_ms`` bounds the time to the first token, pauses between tries included; else the tenant's default does.
     # ``idempotency_key`` names the request: asked for again under it, also by another client of the tenant, it is
     # joined and not run twice, until ten minutes after its end. Without one a call has a key for its own tries.
+    # Among ``fields``, and not the API's: ``prefix_caching=False``, neither to use a prompt that an engine remembers
+    # nor to have this one remembered, and ``price_ceiling``, above whose tier nothing answers.
 
     def chat(
         self,
@@ -201,11 +206,13 @@ class Client:
         if self._access is None:
             raise RuntimeError("the client is not connected: use it as `async with Client(...) as client`")
         deadline_ms, idempotency_key = terms
+        own = {name: body.pop(name) for name in _OWN_FIELDS if name in body}
         request = SubmitRequest(
             endpoint=endpoint,
             reply=Reply(subject=self.reply_inbox, stream=self._access.new_name()),
             body=msgspec.Raw(_encode(body | {"stream": stream})),
             deadline_ms=deadline_ms,
+            **own,
             stream_owner=self.incarnation,
             idempotency_key=idempotency_key or ids.request_id(),
         )

@@ -154,7 +154,7 @@ MAY_PUBLISH: dict[str, set[str]] = {
     "worker-0": {"attempt", "beat of worker-0", "work of worker-0 pulled"}
     | taken("WORK")
     | read("ATTEMPTS", "KV_models", "KV_versions", "BODIES", "PARTS")
-    | watched("models", "versions")
+    | watched("models", "versions", "rollouts")
     | REPLIES
     | SEEN,
     "ledger-0": {"dead", "ATTEMPTS purged", "ATTEMPTS read"}
