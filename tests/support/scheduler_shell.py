@@ -43,8 +43,8 @@ BODY = b'{"messages":[{"role":"user","content":"hello"}]}'
 LOST_AFTER_S = 1.0
 PEPPER = "a pepper for tests that is long enough"
 QUICK: dict[str, Any] = {"lost_after_s": LOST_AFTER_S, "heartbeat_s": 0.1, "lease_ttl_s": 1, "lease_renew_s": 0.2}
-LONG_LEASE: dict[str, Any] = {**QUICK, "lease_ttl_s": 20, "lease_renew_s": 10.0}
-"""Whoever is deposed notices only after seconds."""
+LONG_LEASE: dict[str, Any] = {**QUICK, "lease_ttl_s": 20_000, "lease_renew_s": 10_000.0}
+"""Whoever is deposed does not notice: renewals come at common instants, hours apart."""
 
 
 class Worker:
@@ -193,7 +193,7 @@ class Shell:
 
     async def depose(self, term: Term) -> None:
         """The owner was frozen for longer than its lease, and wakes: it does not know yet that it is deposed."""
-        term._lease._renewed_at -= 1000
+        term._lease._renewed_at -= 100_000
         await self.bus.kv.delete(topology.LEASES, subjects.encode(MODEL))
 
     # Callers and gateways ----------------------------------------------------------------------------------
