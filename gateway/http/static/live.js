@@ -1,7 +1,7 @@
 // Pools, workers and queues as they are now: a snapshot about once a second.
 
 import { sparkline } from "./charts.js";
-import { ask, badge, call, draw, find, make, meter, missing, perSecond, percent, readEvents, reconcile, request, setMeter, setText, short, span, table, whole } from "./frame.js";
+import { Problem, ask, badge, call, draw, find, make, meter, missing, perSecond, percent, readEvents, reconcile, request, setMeter, setText, short, span, table, whole } from "./frame.js";
 
 const SECONDS = 120, AGAIN_MS = 2000, ROLLOUTS_MS = 5000, SILENT_MS = 5000, FEW = 8;
 const OVER = ["promoted", "aborted", "stopped"];
@@ -60,7 +60,8 @@ export async function open(view, { tell, fail }) {
         if (stop.signal.aborted) return;
         if (left.signal.aborted) { tell("paused", "warn"); continue; }
         if (error.status === 401 || error.status === 403) { fail(error); return; }
-        tell(error.message, "bad");
+        if (error instanceof Problem) tell(error.message, "bad");
+        else tell("connecting again", "warn"); // The connection broke while it was read, which each browser says in its own words.
       } finally {
         document.removeEventListener("visibilitychange", leave);
       }
