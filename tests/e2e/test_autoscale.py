@@ -39,7 +39,8 @@ def ask(stack: Stack, tokens: int) -> httpx.Response:
 
 def test_none_while_nobody_asks_and_the_first_request_waits_for_one(stack: Stack) -> None:
     wait_until(lambda: not stack.cli_json("worker", "list"), limit_s=60)
-    assert (pool(stack)["desired"], pool(stack)["reason"], pool(stack)["ready"]) == (0, "idle", 0)
+    wait_until(lambda: pool(stack)["ready"] == 0, "the owner has looked")
+    assert (pool(stack)["desired"], pool(stack)["reason"]) == (0, "idle")
     assert httpx.get(f"{stack.run.url}/health/ready").status_code == 200
     assert ask(stack, 5).status_code == 200
     wait_until(lambda: pool(stack)["ready"] == 1, "the owner has looked")
