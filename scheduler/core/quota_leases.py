@@ -344,12 +344,6 @@ class LeasedQuota(Quota):
         self.open += 1
         self.reserved_tokens += cost.total
 
-    def adopt(self, cost: Cost, admitted_at_ms: int, now_ms: int) -> None:
-        """Count a request that an earlier owner admitted, and has charged."""
-        self.replay(cost, admitted_at_ms, now_ms)
-        self.open += 1
-        self.reserved_tokens += cost.total
-
     def replay(self, cost: Cost, admitted_at_ms: int, now_ms: int) -> None:
         """Only where the model had no other shard when it was admitted, and so no record."""
         left = max(0.0, 1 - max(0, now_ms - admitted_at_ms) / MINUTE_MS)
