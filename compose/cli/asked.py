@@ -1,9 +1,11 @@
 """What usage and latency are asked for: dimensions, a range of time, a tenant."""
 
+import sys
 from typing import Annotated, Any, get_args
 
 import typer
 
+from compose.cli.common import instant
 from contracts import clock, instants
 
 
@@ -44,3 +46,12 @@ def month_or_range(start: int | None, end: int | None) -> tuple[int, int]:
         return instants.month_or_range(start, end, clock.now_ms())
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def note_if_none(rows: list[Any], from_at_ms: int, to_at_ms: int) -> None:
+    """On standard error, of which time there is nothing: a month that has just begun looks like a loss otherwise."""
+    if not rows:
+        print(
+            f"note: nothing from {instant(from_at_ms)} to {instant(to_at_ms)}; --from and --to name another time",
+            file=sys.stderr,
+        )

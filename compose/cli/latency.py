@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from compose.cli.asked import FromOption, TenantOption, ToOption, by_option, month_or_range
+from compose.cli.asked import FromOption, TenantOption, ToOption, by_option, month_or_range, note_if_none
 from compose.cli.common import DataDirOption, JsonOption, on_bus, show, table
 from contracts.messages.usage import LatencyDimension
 
@@ -21,6 +21,7 @@ def latency(
     dimensions: list[LatencyDimension] = list(dict.fromkeys(by or ["model"]))
     from_at_ms, to_at_ms = month_or_range(start, end)
     rows = on_bus(data_dir, lambda bus, _: records.latency(bus, dimensions, from_at_ms, to_at_ms, tenant))
+    note_if_none(rows, from_at_ms, to_at_ms)
     lines = [
         (*(getattr(row, name) for name in dimensions), span, found.count, found.p50, found.p90, found.p95, found.p99)
         for row in rows

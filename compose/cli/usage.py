@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from compose.cli.asked import FromOption, TenantOption, ToOption, by_option, month_or_range
+from compose.cli.asked import FromOption, TenantOption, ToOption, by_option, month_or_range, note_if_none
 from compose.cli.common import CsvOption, DataDirOption, JsonOption, csv_text, on_bus, show, table
 from contracts.messages.usage import USAGE_FIGURES, UsageDimension
 
@@ -22,6 +22,7 @@ def usage(
     dimensions: list[UsageDimension] = list(dict.fromkeys(by or ["tenant"]))
     from_at_ms, to_at_ms = month_or_range(start, end)
     rows, currency = on_bus(data_dir, lambda bus, _: records.usage(bus, dimensions, from_at_ms, to_at_ms, tenant))
+    note_if_none(rows, from_at_ms, to_at_ms)
     columns = (*dimensions, *USAGE_FIGURES)
     lines = [tuple(getattr(row, column) for column in columns) for row in rows]
     if as_csv and not as_json:

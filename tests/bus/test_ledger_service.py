@@ -10,7 +10,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,7 +35,7 @@ from contracts.messages.usage import (
 from ledger import retention
 from tests.support import failure_table
 from tests.support.nats_server import free_port
-from tests.support.polling import metric, until
+from tests.support.polling import day_with, metric, until
 
 ROOT = Path(__file__).parents[2]
 HTTP_SERVER = ROOT / "tests" / "support" / "clickhouse_http.py"
@@ -202,6 +201,7 @@ async def arrived(bus: Bus, count: int) -> None:
 
 
 async def test_events_become_usage_and_budgets(bus: Bus, ledger: Ledger) -> None:
+    month = day_with(20).strftime("%Y-%m")
     events = [event() for _ in range(6)]
     await store(bus, events)
     await arrived(bus, 6)
@@ -226,7 +226,6 @@ async def test_events_become_usage_and_budgets(bus: Bus, ledger: Ledger) -> None
         wanted: dict[str, int] = {}
         for of in events:
             wanted[of.tenant] = wanted.get(of.tenant, 0) + of.prompt_tokens + of.completion_tokens
-        month = datetime.now(UTC).strftime("%Y-%m")
         newest = {of.tenant: seq for seq, of in enumerate(events, 1)}
         covered = all(newest[tenant] <= budget.covers_seq <= len(events) for tenant, budget in found.items())
         return covered and {tenant: (budget.month, budget.tokens) for tenant, budget in found.items()} == {
@@ -456,7 +455,7 @@ async def test_the_subject_says_whose_usage_is_told(bus: Bus, ledger: Ledger) ->
     spans = LatencyQuery(from_at_ms=query.from_at_ms, to_at_ms=query.to_at_ms, by=[], tenant="tenant.2")
     latency = await answer(bus, subjects.usage_of("tenant 1", "latency"), spans, LatencyAnswer)
     assert latency.rows[0].end_to_end_ms.count == 1
-    month = InvoiceQuery(tenant="tenant.2", month=datetime.now(UTC).strftime("%Y-%m"))
+    month = InvoiceQuery(tenant="tenant.2", month=day_with(10).strftime("%Y-%m"))
     made = (await answer(bus, subjects.usage_of("tenant 1", "invoice"), month, InvoiceAnswer)).invoice
     assert made is not None and made.tenant == "tenant 1"
 

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from scheduler.core.settings import Settings
 from scheduler.recovery import Recovery
 from scheduler.term import Term
 from tests.support.nats_server import NatsServer
-from tests.support.polling import until
+from tests.support.polling import day_with, until
 from tests.support.scheduler_shell import BODY, LONG_LEASE, LOST_AFTER_S, MANIFEST, MODEL, TENANT, Shell
 
 
@@ -267,7 +266,7 @@ async def test_the_sweep_deletes_work_that_nobody_needs(shell: Shell, monkeypatc
 
 
 async def test_the_monthly_budget_is_held_against_the_ledger_s_total(shell: Shell) -> None:
-    month = datetime.now(UTC).strftime("%Y-%m")
+    month = day_with(10).strftime("%Y-%m")
 
     async def spent(tokens: int, of: str = month) -> None:
         await shell.bus.kv.put(
@@ -297,7 +296,7 @@ async def admits(shell: Shell) -> bool:
 
 
 async def test_a_spent_budget_is_known_to_the_next_owner(shell: Shell) -> None:
-    month = datetime.now(UTC).strftime("%Y-%m")
+    month = day_with(10).strftime("%Y-%m")
     await registry.create_tenant(shell.bus, TenantRecord(name=TENANT, monthly_budget_tokens=1))
     await shell.bus.kv.put(
         topology.BUDGETS, subjects.encode(TENANT), msgspec.json.encode(Budget(month=month, tokens=1))
@@ -311,6 +310,7 @@ async def test_a_spent_budget_is_known_to_the_next_owner(shell: Shell) -> None:
 
 
 async def test_what_the_ledger_has_not_counted_is_known_to_the_next_owner(shell: Shell) -> None:
+    month = day_with(10).strftime("%Y-%m")
     await registry.create_tenant(shell.bus, TenantRecord(name=TENANT, monthly_budget_tokens=30))
     first = await shell.start()
     await shell.owner(first)
@@ -331,7 +331,7 @@ async def test_what_the_ledger_has_not_counted_is_known_to_the_next_owner(shell:
     second = await shell.start()
     await shell.stop(first)
     term = await shell.owner(second)
-    assert term.core.admission.budgets.counted(TENANT, datetime.now(UTC).strftime("%Y-%m")) == (30, 0)
+    assert term.core.admission.budgets.counted(TENANT, month) == (30, 0)
     assert (await shell.admit()).code == "insufficient_quota"
 
 

@@ -207,7 +207,7 @@ def test_an_overloaded_model_falls_back_where_the_tenant_permits_it(start_stack:
         assert ask(client, "main", max_tokens=2_000_000).status_code == 400
 
     def booked() -> list[dict[str, Any]]:
-        return [row for row in stack.cli_json("usage", "--by", "model")["data"] if row["model"] == "spare"]
+        return [row for row in stack.usage("--by", "model") if row["model"] == "spare"]
 
     assert wait_until(booked, "the ledger says which model answered")[0]["requests"] == 2
 
@@ -295,7 +295,7 @@ def test_an_operator_ends_a_request_and_nobody_pays_for_it(stack: Stack, admin: 
         assert admin.delete(f"{requests}/{found['request_id']}").status_code == 404
         text = wait_until(lambda id=found["request_id"]: explained(stack, id), "the ledger has it")  # type: ignore[misc]
         assert "an operator cancelled it" in text
-    rows = stack.cli_json("usage", "--by", "tenant")["data"]
+    rows = stack.usage("--by", "tenant")
     assert [row["completion_tokens"] for row in rows if row["tenant"] == "ended"] == [0]
 
 

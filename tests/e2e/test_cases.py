@@ -295,7 +295,7 @@ async def test_c31_what_was_produced_is_booked_once(stack: Stack) -> None:
     assert sorted(event.completion_tokens for event in found if event is not left) == [5, 5, 5, 6, 6, 6]
 
     def booked() -> list[dict[str, Any]]:
-        rows = stack.cli_json("usage", "--by", "tenant")["data"]
+        rows = stack.usage("--by", "tenant")
         return [row for row in rows if row["tenant"] == "c31" and row["requests"] >= 7]
 
     [row] = wait_until(booked, "it is booked")
@@ -416,7 +416,7 @@ async def test_c40_a_body_chooses_neither_who_pays_nor_what_is_seen(stack: Stack
         assert event.tenant == "c40"
         own = await client.get("/v1/usage", params={"tenant": "c40victim", "tenant_id": "c40victim", "by": "model"})
         assert own.status_code == 200 and all(row.get("tenant") in (None, "c40") for row in own.json()["data"])
-    assert not [row for row in stack.cli_json("usage", "--by", "tenant")["data"] if row["tenant"] == "c40victim"]
+    assert not [row for row in stack.usage("--by", "tenant") if row["tenant"] == "c40victim"]
 
 
 async def test_c46_usage_comes_when_asked_for_once_and_as_it_is_booked(stack: Stack) -> None:
@@ -452,7 +452,5 @@ async def test_e08_many_prompts_in_one_body_run_beside_others(start_stack: Start
     *others, last = sorted(await ends(stack, "e08", 4), key=lambda event: event.reserved_tokens)
     assert [event.reserved_tokens for event in others] == [8] * 3
     assert (last.reserved_tokens, last.prompt_tokens, last.completion_tokens) == (58_000, 50_000, 8000)
-    rows = wait_until(
-        lambda: [r for r in stack.cli_json("usage", "--by", "tenant")["data"] if r["tenant"] == "e08"], "it is booked"
-    )
+    rows = wait_until(lambda: [r for r in stack.usage("--by", "tenant") if r["tenant"] == "e08"], "it is booked")
     assert rows

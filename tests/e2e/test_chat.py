@@ -156,7 +156,7 @@ def test_a_client_that_leaves_frees_its_slot_and_is_booked_once(stack: Stack) ->
         wait_until(served, "the slot of a gathered answer is free again", 3)
 
     def booked() -> list[dict[str, Any]]:
-        rows = stack.cli_json("usage", "--by", "tenant")["data"]
+        rows = stack.usage("--by", "tenant")
         return [row for row in rows if row["tenant"] == "leaver" and row["requests"] == 4]
 
     row = wait_until(booked, "all four requests are booked")[0]

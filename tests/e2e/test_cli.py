@@ -1,13 +1,11 @@
 """Commands that people type: what they print, what they change, what they refuse."""
 
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 import pytest
 
-from tests.support.polling import wait_until
+from tests.support.polling import day_with, wait_until
 from tests.support.stack import Stack, StartStack, headrace
-
-TOMORROW = (datetime.now(UTC) + timedelta(days=1)).date().isoformat()
 
 
 def test_models_and_prices_are_entered_and_listed(start_stack: StartStack) -> None:
@@ -45,6 +43,7 @@ def test_what_makes_no_sense_is_refused(stack: Stack, arguments: list[str], reas
 
 
 def _prices_are_listed_as_they_were_set(stack: Stack) -> None:
+    tomorrow = (day_with(20) + timedelta(days=1)).date().isoformat()
     stack.cli_json("price", "set", "cli", "--input", "0.15", "--output", "0.6", "--cached", "0.075")
     stack.cli_json(
         "price", "set", "cli", "--input", "0.05", "--output", "0.2", "--tier", "batch", "--from", "2099-01-01"
@@ -52,9 +51,9 @@ def _prices_are_listed_as_they_were_set(stack: Stack) -> None:
     listed = [price for price in stack.cli_json("price", "list") if price["model"] == "cli"]
     fields = ("tier", "valid_from", "currency", "input", "cached_input", "output", "reasoning")
     assert [tuple(price[field] for field in fields) for price in listed] == [
-        ("batch", TOMORROW, "USD", 150_000, 75_000, 600_000, 600_000),
+        ("batch", tomorrow, "USD", 150_000, 75_000, 600_000, 600_000),
         ("batch", "2099-01-01", "USD", 50_000, 50_000, 200_000, 200_000),
-        ("interactive", TOMORROW, "USD", 150_000, 75_000, 600_000, 600_000),
+        ("interactive", tomorrow, "USD", 150_000, 75_000, 600_000, 600_000),
     ]
     shown = headrace("price", "list", "--data-dir", str(stack.data_dir)).stdout.splitlines()
     assert shown[0].split() == [
@@ -68,4 +67,4 @@ def _prices_are_listed_as_they_were_set(stack: Stack) -> None:
         "OUTPUT",
         "REASONING",
     ]
-    assert ["cli", "-", "batch", TOMORROW, "USD", "0.15", "0.075", "0.6", "0.6"] in [line.split() for line in shown]
+    assert ["cli", "-", "batch", tomorrow, "USD", "0.15", "0.075", "0.6", "0.6"] in [line.split() for line in shown]

@@ -46,7 +46,7 @@ def used(stack: Stack, tenant: str) -> Any:
     """What is booked for ``tenant``, once it is."""
 
     def rows() -> list[Any]:
-        return [row for row in stack.cli_json("usage", "--by", "tenant")["data"] if row["tenant"] == tenant]
+        return [row for row in stack.usage("--by", "tenant") if row["tenant"] == tenant]
 
     return wait_until(rows, "it is booked")[0]
 

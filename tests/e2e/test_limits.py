@@ -41,7 +41,7 @@ def test_d01_who_hangs_up_before_the_first_token_has_spent_the_prompt(stack: Sta
                 hung_up += 1
     assert refused.status_code == 429 and "input tokens per minute" in refused.text
     assert 2 <= hung_up <= 3, "5,000, and what a few seconds refill, over 2,000"
-    usage = stack.cli_json("usage", "--tenant", "hangs-up", "--by", "outcome")["data"]
+    usage = stack.usage("--tenant", "hangs-up", "--by", "outcome")
     assert all(row["amount"] == "0" and row["completion_tokens"] == 0 for row in usage), "the bill is another question"
 
 
@@ -138,7 +138,7 @@ def test_d03_a_budget_holds_in_a_burst_and_whatever_stops_or_dies(start_stack: S
         os.kill(ledger, signal.SIGCONT)
     for name, key in keys.items():
         wait_until(
-            lambda: [row for row in stack.cli_json("usage", "--by", "tenant")["data"] if row["tenant"] == name],  # noqa: B023
+            lambda: [row for row in stack.usage("--by", "tenant") if row["tenant"] == name],  # noqa: B023
             "the ledger has caught up",
         )
         with stack.client(key) as client:

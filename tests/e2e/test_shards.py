@@ -92,7 +92,7 @@ def test_callers_and_operators_see_one_model(stack: Stack) -> None:
     assert len(served) == 2 and all(served.values()), "both shards have served"
 
     def booked() -> bool:
-        rows = stack.cli_json("usage", "--tenant", "sees-one", "--by", "model")["data"]
+        rows = stack.usage("--tenant", "sees-one", "--by", "model")
         return [(row["model"], row["requests"]) for row in rows] == [(HOT, 30)]
 
     wait_until(booked, "the ledger knows one model", 30)

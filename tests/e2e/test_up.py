@@ -85,8 +85,7 @@ def test_a_chat_is_answered_and_its_usage_is_booked(stack: Stack) -> None:
     assert response.status_code == 200, response.text
     used = response.json()["usage"]
     tenant_rows = wait_until(
-        lambda: [row for row in stack.cli_json("usage", "--by", "tenant")["data"] if row["tenant"] == "demo"],
-        "the usage is in the ledger",
+        lambda: [row for row in stack.usage("--by", "tenant") if row["tenant"] == "demo"], "the usage is in the ledger"
     )
     assert tenant_rows[0]["requests"] >= 1
     assert tenant_rows[0]["completion_tokens"] >= used["completion_tokens"] == 3

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import stat
-import time
 from collections.abc import Iterator
 from decimal import Decimal
 from functools import partial
@@ -16,20 +15,30 @@ import pytest
 
 from contracts import ids
 from tests.support.browser import choose, enter_key, page
-from tests.support.polling import wait_until
+from tests.support.polling import day_with, wait_until
 from tests.support.stack import Stack
 
-MONTH = time.strftime("%Y-%m", time.gmtime())
-TODAY = time.strftime("%Y-%m-%d", time.gmtime())
 REQUESTS = 5
+DAY_LEFT_S = 180
+"""More than this file takes: the rows of a day, and an invoice that is open, are those of one month."""
+
+
+class UsedStack(Stack):
+    """One that was used today."""
+
+    today: str
+    month: str
+    other_key: str
 
 
 @pytest.fixture(scope="module")
-def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedStack]:
     """A stack with a price, whose demo tenant has been answered REQUESTS times and whose other tenant once."""
-    stack = Stack(tmp_path_factory.mktemp("usage") / "data", "--engine", "simulated").wait_ready()
+    now = day_with(DAY_LEFT_S)
+    stack = UsedStack(tmp_path_factory.mktemp("usage") / "data", "--engine", "simulated")
+    stack.today, stack.month = now.strftime("%Y-%m-%d"), now.strftime("%Y-%m")
     try:
-        model = stack.model
+        model = stack.wait_ready().model
         price = (
             "price",
             "set",
@@ -44,7 +53,7 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             "2.4",
         )
         assert stack.cli(*price).returncode == 0  # from tomorrow
-        refused = stack.cli(*price, "--from", TODAY)
+        refused = stack.cli(*price, "--from", stack.today)
         assert refused.returncode == 1 and "--backdate" in refused.stderr
         assert stack.cli(*price, "--from", "2026-01-01", "--backdate").returncode == 0
         assert stack.cli("tenant", "create", "other").returncode == 0
@@ -56,7 +65,7 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         thought = body | {"simulate": {"tokens": ["<think>", "so", " it", "</think>", "is", " so"]}}
         with stack.client(other) as client:
             assert wait_until(lambda: client.post("/v1/chat/completions", json=thought).is_success, "the new key")
-        stack.other_key = other  # type: ignore[attr-defined]
+        stack.other_key = other
         wait_until(lambda: len(rows(stack)) == 2 and rows(stack)["demo"]["requests"] == REQUESTS, "usage is booked")
         yield stack
     finally:
@@ -64,10 +73,10 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def rows(stack: Stack) -> dict[str, Any]:
-    return {row["tenant"]: row for row in stack.cli_json("usage", "--by", "tenant")["data"]}
+    return {row["tenant"]: row for row in stack.usage("--by", "tenant")}
 
 
-def test_usage_has_its_price(used: Stack) -> None:
+def test_usage_has_its_price(used: UsedStack) -> None:
     row = rows(used)["demo"]
     fresh = row["prompt_tokens"] - row["cached_tokens"]
     exact = (
@@ -78,7 +87,7 @@ def test_usage_has_its_price(used: Stack) -> None:
     assert row["completion_tokens"] == 7 * REQUESTS
 
 
-def test_reasoning_tokens_are_told_and_priced(used: Stack) -> None:
+def test_reasoning_tokens_are_told_and_priced(used: UsedStack) -> None:
     row = rows(used)["other"]
     assert (row["completion_tokens"], row["reasoning_tokens"]) == (6, 2)
     fresh = row["prompt_tokens"] - row["cached_tokens"]
@@ -86,35 +95,39 @@ def test_reasoning_tokens_are_told_and_priced(used: Stack) -> None:
     assert Decimal(row["amount"]) == exact / 1_000_000
 
 
-def test_the_command_line_tells_usage_in_every_form(used: Stack) -> None:
+def test_the_command_line_tells_usage_in_every_form(used: UsedStack) -> None:
     wanted = rows(used)["demo"]
-    table = used.cli("usage", "--by", "day", "--by", "model", "--tenant", "demo", "--from", f"{MONTH}-01")
-    assert TODAY in table.stdout and "AMOUNT USD" in table.stdout
+    table = used.cli("usage", "--by", "day", "--by", "model", "--tenant", "demo", "--from", f"{used.month}-01")
+    assert used.today in table.stdout and "AMOUNT USD" in table.stdout
     printed = used.cli("usage", "--by", "outcome", "--csv", "--tenant", "demo")
     [line] = csv.DictReader(io.StringIO(printed.stdout))
     assert line["outcome"] == "completed"
     assert line["amount"] == wanted["amount"] and line["currency"] == "USD"
     for arguments in (("--from", "2026-02-30"), ("--from", "2026-11-02", "--to", "2026-11-01"), ("--from", "now")):
         assert used.cli("usage", *arguments).returncode == 2
-    assert used.cli_json("usage", "--from", "2020-01-01", "--to", "2020-02-01")["data"] == []
+    for command in ("usage", "latency"):
+        none = used.cli(command, "--from", "2020-01-01", "--to", "2020-02-01", "--json")
+        told = json.loads(none.stdout)
+        assert (told["data"] if command == "usage" else told) == []
+        assert "nothing from 2020-01-01 00:00:00Z to 2020-02-01" in none.stderr
     assert used.cli_json("latency", "--tenant", "demo")[0]["first_token_ms"]["count"] == REQUESTS
     assert "first token" in used.cli("latency").stdout
 
 
-def test_an_invoice_adds_up(used: Stack) -> None:
-    made = used.cli_json("invoice", "demo", MONTH)
+def test_an_invoice_adds_up(used: UsedStack) -> None:
+    made = used.cli_json("invoice", "demo", used.month)
     assert sum(Decimal(line["amount"]) for line in made["lines"]) == Decimal(made["total"])
     used_lines = [line for line in made["lines"] if line["kind"] != "rounding"]
     assert sum(Decimal(line["amount"]) for line in used_lines) == Decimal(rows(used)["demo"]["amount"])
     for line in used_lines:
         assert Decimal(line["amount"]) == line["tokens"] * Decimal(line["price"]) / 1_000_000
-    printed = list(csv.DictReader(io.StringIO(used.cli("invoice", "demo", MONTH, "--csv").stdout)))
+    printed = list(csv.DictReader(io.StringIO(used.cli("invoice", "demo", used.month, "--csv").stdout)))
     assert sum(Decimal(line["amount"]) for line in printed) == Decimal(made["total"])
-    assert not made["closed"] and "not closed" in used.cli("invoice", "demo", MONTH).stderr
+    assert not made["closed"] and "not closed" in used.cli("invoice", "demo", used.month).stderr
     assert used.cli("invoice", "demo", "2026-13").returncode == 1
 
 
-def test_a_request_is_explained(used: Stack) -> None:
+def test_a_request_is_explained(used: UsedStack) -> None:
     with used.client() as client:
         body = {"model": used.model, "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]}
         answer = client.post("/v1/chat/completions", json=body, headers={"x-request-id": "mine-1"})
@@ -128,7 +141,7 @@ def test_a_request_is_explained(used: Stack) -> None:
     assert used.cli_json("ledger", "dead") == []
 
 
-def test_why_a_request_was_slow_is_told_by_phase(used: Stack) -> None:
+def test_why_a_request_was_slow_is_told_by_phase(used: UsedStack) -> None:
     """To its tenant by its own key, to operators, and by the command line; also of one that was refused."""
     slow = {"model": used.model, "max_tokens": 30, "messages": [{"role": "user", "content": "x"}], "stream": True}
     with used.client() as client:
@@ -151,7 +164,7 @@ def test_why_a_request_was_slow_is_told_by_phase(used: Stack) -> None:
         own = client.get("/v1/usage/slowest", params={"limit": 1}).json()["data"]
         assert [(row["tenant"], row["request_id"]) for row in own] == [("demo", request_id)]
         assert client.get("/v1/usage/slowest", params={"order": "size"}).status_code == 400
-    with used.client(used.other_key) as client:  # type: ignore[attr-defined]
+    with used.client(used.other_key) as client:
         assert client.get(f"/v1/usage/requests/{request_id}").status_code == 404
         assert {row["tenant"] for row in client.get("/v1/usage/slowest").json()["data"]} == {"other"}
     refused = wait_until(partial(_explained, used, refused_id), "the refusal is told")
@@ -173,7 +186,7 @@ def _explained(stack: Stack, any_id: str) -> str:
     return stack.cli("explain", any_id).stdout
 
 
-def test_d18_any_id_that_a_caller_has_finds_the_request(used: Stack) -> None:
+def test_d18_any_id_that_a_caller_has_finds_the_request(used: UsedStack) -> None:
     chat = {"model": used.model, "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]}
     text = {"model": used.model, "max_tokens": 2, "prompt": "x"}
     with used.client() as client:
@@ -191,10 +204,10 @@ def test_d18_any_id_that_a_caller_has_finds_the_request(used: Stack) -> None:
     assert f"Request {second} " in found and f"The caller gave that id before, too: {first}." in found
 
 
-def test_usage_over_http_is_ones_own_and_ranges_are_exact(used: Stack) -> None:
+def test_usage_over_http_is_ones_own_and_ranges_are_exact(used: UsedStack) -> None:
     with used.client() as client:
-        whole = client.get("/v1/usage", params={"by": "day,key", "from": f"{MONTH}-01"}).json()
-        assert whole["data"][0]["day"] == TODAY and whole["currency"] == "USD"
+        whole = client.get("/v1/usage", params={"by": "day,key", "from": f"{used.month}-01"}).json()
+        assert whole["data"][0]["day"] == used.today and whole["currency"] == "USD"
         assert sum(row["requests"] for row in whole["data"]) >= REQUESTS
         total = client.get("/v1/usage", params={"by": "model", "tenant": "other", "tenant_id": "other"}).json()
         assert total["data"][0]["requests"] >= REQUESTS
@@ -226,7 +239,7 @@ def test_usage_over_http_is_ones_own_and_ranges_are_exact(used: Stack) -> None:
     assert httpx.get(url, headers={"Authorization": f"Bearer {used.run.key}"}, trust_env=False).status_code == 403
 
 
-def test_operators_see_all_tenants(used: Stack) -> None:
+def test_operators_see_all_tenants(used: UsedStack) -> None:
     with used.admin() as client:
         found = client.get("/admin/v1/usage", params={"by": "tenant"}).json()["data"]
         assert [row["tenant"] for row in found] == ["demo", "other"]
@@ -238,7 +251,7 @@ def test_operators_see_all_tenants(used: Stack) -> None:
     assert httpx.get(f"{used.run.admin_url}/admin/v1/usage", trust_env=False).status_code == 401
 
 
-def test_the_sql_endpoint_is_open_to_analysts(used: Stack) -> None:
+def test_the_sql_endpoint_is_open_to_analysts(used: UsedStack) -> None:
     path = used.data_dir / "sql.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     sql = json.loads(path.read_text())
@@ -253,7 +266,7 @@ def test_the_sql_endpoint_is_open_to_analysts(used: Stack) -> None:
             client.command("DROP TABLE attempts")
 
 
-def test_the_page_draws_a_month(used: Stack) -> None:
+def test_the_page_draws_a_month(used: UsedStack) -> None:
     with page() as browser:
         browser.open(f"{used.run.url}/usage")
         assert browser.run("document.getElementById('content').hidden")
@@ -262,7 +275,7 @@ def test_the_page_draws_a_month(used: Stack) -> None:
         assert browser.run("document.querySelectorAll('.charts svg').length") == 6
         assert browser.run("document.querySelectorAll('#spend rect').length") == 1
         assert browser.run("document.querySelectorAll('#latency circle').length") == 4
-        assert TODAY in browser.run("document.querySelector('tbody').innerText")
+        assert used.today in browser.run("document.querySelector('tbody').innerText")
         assert browser.run("document.querySelectorAll('#slowest .track').length") >= 1
         assert browser.run("sessionStorage.getItem('key')") == used.run.key
         assert used.run.key not in browser.run("location.href + document.documentElement.outerHTML")

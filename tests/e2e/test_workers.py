@@ -242,7 +242,7 @@ def test_adapters_are_models_that_the_bases_workers_serve(stack: Stack) -> None:
     assert listed["tuned"]["parent"] == "b/1" and listed["b/1"]["parent"] is None
 
     def used() -> set[tuple[str, str]]:
-        rows = stack.cli_json("usage", "--by", "model", "--by", "version")["data"]
+        rows = stack.usage("--by", "model", "--by", "version")
         return {(row["model"], row["version"]) for row in rows if row["completion_tokens"]}
 
     wait_until(lambda: {name for name, _ in used()} >= {"b/1", "tuned", "other"}, "usage is by adapter")

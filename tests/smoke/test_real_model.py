@@ -36,7 +36,7 @@ def test_a_caller_that_leaves_ends_the_generation_and_pays_what_was_made(real_st
     prompt_tokens = post(real_stack, **short)["usage"]["prompt_tokens"]
 
     def row() -> dict[str, Any] | None:
-        rows = real_stack.cli_json("usage", "--by", "tenant")["data"]
+        rows = real_stack.usage("--by", "tenant")
         return next((it for it in rows if it["tenant"] == tenant and it["requests"] == 2), None)
 
     booked = wait_until(row, "both requests are booked")

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -45,6 +46,19 @@ def _pauses(what: str, limit_s: float) -> Iterator[float]:
         yield pause_s
         pause_s = min(pause_s * 1.5, longest_s)
     pytest.fail(f"not within {limit_s:g} s: {what or 'what the test waits for'}")
+
+
+def day_with(left_s: float) -> datetime:
+    """Now, of a UTC day of which so much is left: waits over midnight for the next when this one is about to end.
+
+    For what is told by the day or the month, which a test must not see change.
+    """
+    now = datetime.now(UTC)
+    tomorrow = (now + timedelta(days=1)).replace(hour=0, minute=0, second=0, microsecond=0)
+    if (rest := tomorrow - now) < timedelta(seconds=left_s):
+        time.sleep(rest.total_seconds())
+        now = max(datetime.now(UTC), tomorrow)
+    return now
 
 
 def metric(name: str, **labels: str) -> float:

@@ -135,6 +135,13 @@ class Stack:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
+    def usage(self, *arguments: str) -> list[dict[str, Any]]:
+        """Rows of ``headrace usage``, of all time: its own default is a month, which may end while a test runs."""
+        rows: list[dict[str, Any]] = self.cli_json("usage", "--from", "2026-01-01", "--to", "2100-01-01", *arguments)[
+            "data"
+        ]
+        return rows
+
     def logs(self, lines: int = 15) -> str:
         """The last lines of every service's log."""
         parts = []

@@ -162,7 +162,7 @@ def test_a_usage_row_holds_what_vllm_reported(vllm_stack: Stack) -> None:
     used = ask_with(vllm_stack, key).json()["usage"]
 
     def row() -> Any:
-        rows = [row for row in vllm_stack.cli_json("usage", "--by", "tenant")["data"] if row["tenant"] == "booked"]
+        rows = [row for row in vllm_stack.usage("--by", "tenant") if row["tenant"] == "booked"]
         return rows and rows[0]["requests"] == 2 and rows[0]
 
     booked = wait_until(row, "both requests are booked")
