@@ -39,7 +39,7 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
     250 times a second."""
     repair_again_ms: int = 500
     repair_ms_max: int = 10_000
-    """Longest repair without progress."""
+    """Longest repair without progress, of a worker that is heard."""
     status_again_ms: int = 2_000
     """Pause after an answer that settled nothing (unknown, unreachable)."""
     unknown_max: int = 3
@@ -223,7 +223,8 @@ class Relay:
             return NOTHING
         generation.asking = False
         if answer is None:
-            return NOTHING  # Asked again by the tick, within the bound.
+            self._note_unheard(generation, now_ms)
+            return NOTHING  # Asked again by the tick.
         if not answer.known:
             return self._give_up(generation) if generation.behind else NOTHING
         if answer.more:
@@ -265,9 +266,12 @@ class Relay:
                 if self.joined and self._may_ask(generation, now_ms):
                     effects.append(self._ask_frames(generation, now_ms))
                 continue
+            may_ask = self._may_ask(generation, now_ms)
+            if may_ask and generation.asking:
+                self._note_unheard(generation, now_ms)
             if now_ms - generation.behind_since_ms >= self._settings.repair_ms_max:
                 return self._give_up(generation)
-            if self._may_ask(generation, now_ms):
+            if may_ask:
                 effects.append(self._ask_frames(generation, now_ms))
         if self._status_due(now_ms):
             effects.append(self._ask_status(now_ms))
@@ -338,6 +342,13 @@ class Relay:
         self._calm = True
         self._unreachable_since_ms = None
         self._unknown_count = 0
+
+    def _note_unheard(self, generation: Generation, now_ms: int) -> None:
+        """The worker did not answer. While the scheduler says that it runs the attempt it is late, not gone: how long
+        it may be so is the scheduler's to say. Who sends frames and answers nothing is not late.
+        """
+        if generation.failure is None and not self._calm:
+            generation.behind_since_ms = now_ms
 
     def _in_order(self, generation: Generation, frame: Frame, effects: list[Effect]) -> None:
         try:

@@ -595,8 +595,8 @@ class Core(Lifecycle):
                 continue
             for request_id in [each for each in worker.work if each not in worker.in_flight]:
                 request = self.requests[request_id]
-                overdue = request.dispatched_at_ms <= overdue_ms and not request.was_in_flight
-                if overdue and request.state is State.DISPATCHED:
+                waited = max(request.dispatched_at_ms, worker.slow_until_ms) <= overdue_ms
+                if waited and not request.was_in_flight and request.state is State.DISPATCHED:
                     self.propose_end(request, "lost", "worker_lost", "The attempt did not reach its worker.")
 
     def _look_for_missed_ends(self) -> None:

@@ -63,6 +63,7 @@ class Worker:
         "slots",
         "slots_reserved",
         "slow_since_ms",
+        "slow_until_ms",
         "suspects",
         "work",
     )
@@ -76,6 +77,8 @@ class Worker:
         """The same when it last knew this owner's epoch, was too slow to say so, or was first heard."""
         self.slow_since_ms = 0
         """0 while it is not slow."""
+        self.slow_until_ms = 0
+        """When it last ceased to be slow; 0: it never was."""
         self.work: dict[str, Load] = {}
         """By request id: the attempts dispatched here."""
         self.slots = 0
@@ -207,7 +210,7 @@ class WorkerPool:
             worker.acknowledged_at_beat = self.beats
         slow = late or pulse.engine_idle_ms > self._settings.slow_engine_ms
         if slow != bool(worker.slow_since_ms):
-            worker.slow_since_ms = now_ms if slow else 0
+            worker.slow_since_ms, worker.slow_until_ms = (now_ms, 0) if slow else (0, now_ms)
             self._usable.clear()
 
     def all_slow_since_ms(self) -> int:

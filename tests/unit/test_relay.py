@@ -361,6 +361,33 @@ def test_a_repair_without_progress_fails_within_its_bound() -> None:
     assert now == 10_100
 
 
+@pytest.mark.parametrize("told", [True, False], ids=["in time", "never"])
+def test_a_gap_is_kept_open_while_its_worker_stands_still(told: bool) -> None:
+    """Who is late is not gone: the scheduler gives it up after 30 s, and until then a gap is no reason to fail."""
+    relay = new()
+    relay.on_frame("w", chunk(1, 1), 0)
+    for now in range(0, 29_000, 250):
+        for effect in relay.on_tick(now):
+            assert not isinstance(effect, Fail), now
+            if isinstance(effect, AskStatus):
+                relay.on_status(StatusAnswer(state="running", attempt=1, worker="w"), now)
+            elif told and isinstance(effect, AskFrames):
+                relay.on_frames_answer("w", 1, None, now)
+    came = relay.on_frames_answer("w", 1, FramesAnswer(known=True, frames=[chunk(1, 0)]), 29_000)
+    assert texts(came) == ["1.0", "1.1"]
+
+
+def test_a_worker_that_sends_and_does_not_answer_is_given_up() -> None:
+    relay = new()
+    relay.on_frame("w", chunk(1, 1), 0)
+    now, failed = 0, False
+    while not failed:
+        now += 250
+        relay.on_frame("w", chunk(1, 1 + now // 250), now)
+        failed = any(isinstance(effect, Fail) for effect in relay.on_tick(now))
+    assert now == 10_000
+
+
 def test_progress_renews_the_bound() -> None:
     relay = new()
     relay.on_frame("w", end(1, 100), 0)

@@ -115,6 +115,19 @@ def test_a_slow_worker_may_acknowledge_a_new_owner_late() -> None:
     assert slow.name in made.core.pool.evicted, "now it could, and does not"
 
 
+def test_work_that_waits_for_a_worker_to_come_round_is_not_taken_for_lost() -> None:
+    """Whether it reached its worker is known only some time after the worker has gone on."""
+    made = World()
+    slow = made.ready_worker()
+    request_id = made.submit()
+    live(made, slow, 20, lag_ms=-1)
+    for second in range(16):
+        assert second > 14 or not made.attempts, second
+        live(made, slow, 1)
+        made.feed(events.WorkerSeen(slow.beat()))
+    assert "did not reach its worker" in made.attempts[request_id, 1].error_message
+
+
 def test_a_gateway_that_stands_still_keeps_its_requests_until_it_is_given_up() -> None:
     made = World()
     request_id = made.submit(stream_owner="g1")
