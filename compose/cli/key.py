@@ -61,10 +61,12 @@ def key_create(
 
     from compose.stack.data_dir import ComposeError, write_private
     from contracts.forms import NewKey
-    from contracts.keys import ADMIN_SCOPES
+    from contracts.keys import ADMIN_SCOPES, SCOPES
 
     asked: list[str] = []
     for name in names(scopes):
+        if name not in (*SCOPES, "admin"):
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(SCOPES)}, admin", param_hint="--scopes")
         asked += ADMIN_SCOPES if name == "admin" else [name]
     try:
         form = msgspec.convert(
@@ -72,12 +74,20 @@ def key_create(
         )
     except msgspec.ValidationError as error:
         raise typer.BadParameter(str(error), param_hint="--scopes") from error
-    if out is not None and out.exists():
-        raise ComposeError(f"{out} exists; a key is written to a new file")
-    made = administer(data_dir, lambda do: do.create_key(form), makes_keys=True)
     if out is None:
+        made = administer(data_dir, lambda do: do.create_key(form), makes_keys=True)
         show(made, f"id   {made.id}\nkey  {made.key}", as_json=as_json)
         return
+    # The file comes first: a key that could not be written would be valid, and nobody's.
+    try:
+        out.touch(0o600, exist_ok=False)
+    except FileExistsError as error:
+        raise ComposeError(f"{out} exists; a key is written to a new file") from error
+    try:
+        made = administer(data_dir, lambda do: do.create_key(form), makes_keys=True)
+    except BaseException:
+        out.unlink()
+        raise
     write_private(out, made.key.encode())
     show({"id": made.id, "file": str(out)}, f"id    {made.id}\nfile  {out}", as_json=as_json)
 

@@ -83,7 +83,7 @@ def main() -> None:
     """Entry point of the console script."""
     try:
         app()
-    except (ComposeError, HeadraceError) as error:
+    except (ComposeError, HeadraceError, OSError) as error:  # OSError: a file that was named and is not to be had
         print(f"headrace: {error}", file=sys.stderr)
         sys.exit(1)
 

@@ -1,6 +1,7 @@
 """Commands that people type: what they print, what they change, what they refuse."""
 
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +34,9 @@ def test_models_and_prices_are_entered_and_listed(start_stack: StartStack) -> No
         (["usage", "--by", "colour"], "is not one of"),
         (["latency", "--by", "key"], "is not one of"),
         (["invoice", "demo", "2026-13"], "month must be in 1..12"),
+        (["key", "create", "demo", "--scopes", "root"], "'root' is not one of inference, usage, admin:"),
+        (["key", "create", "demo", "--out", "/no/such/key"], "No such file or directory: '/no/such"),
+        (["nats-config", "--dir", "/dev/null/x", "--user", "gateway-1"], "/dev/null/x"),
     ],
 )
 def test_what_makes_no_sense_is_refused(stack: Stack, arguments: list[str], reason: str) -> None:
@@ -40,6 +44,16 @@ def test_what_makes_no_sense_is_refused(stack: Stack, arguments: list[str], reas
     assert done.returncode in (1, 2)
     assert reason in " ".join(done.stderr.replace("│", " ").split())
     assert done.stdout == ""
+
+
+def test_no_key_is_made_that_cannot_be_written(stack: Stack, tmp_path: Path) -> None:
+    before = stack.cli_json("key", "list", "--tenant", "demo")
+    (tmp_path / "taken").touch()
+    for out in ("no/such/directory/key", "taken"):
+        assert stack.cli("key", "create", "demo", "--out", str(tmp_path / out)).returncode == 1
+    assert stack.cli_json("key", "list", "--tenant", "demo") == before
+    refused = stack.cli("key", "create", "nobody", "--out", str(tmp_path / "new"))
+    assert refused.returncode == 1 and not (tmp_path / "new").exists()
 
 
 def _prices_are_listed_as_they_were_set(stack: Stack) -> None:
