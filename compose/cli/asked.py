@@ -28,13 +28,15 @@ def _instant(text: str) -> int:
         raise typer.BadParameter(str(error)) from error
 
 
+def _from_option(default: str) -> Any:
+    shown = f"First instant, UTC day or RFC 3339; default: {default}."
+    return typer.Option("--from", parser=_instant, metavar="TIME", help=shown)
+
+
 TenantOption = Annotated[str | None, typer.Option(help="Only this tenant.")]
-FromOption = Annotated[
-    int | None,
-    typer.Option(
-        "--from", parser=_instant, metavar="TIME", help="First instant, UTC day or RFC 3339; default: this month."
-    ),
-]
+FromOption = Annotated[int | None, _from_option("this month")]
+FromHourOption = Annotated[int | None, _from_option("an hour before the last")]
+FromAnyOption = Annotated[int | None, _from_option("all that there is")]
 ToOption = Annotated[
     int | None, typer.Option("--to", parser=_instant, metavar="TIME", help="First instant that is left out.")
 ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from compose.cli.asked import FromOption, ToOption
+from compose.cli.asked import FromAnyOption, ToOption
 from compose.cli.common import DataDirOption, JsonOption, instant, on_bus, show, table
 from compose.stack.data_dir import Target
 
@@ -23,7 +23,7 @@ def audit(
     action: Annotated[str | None, typer.Option(help="Only this action, keys.create, or area, keys.")] = None,
     target: Annotated[str | None, typer.Option(help="Only what was done to this tenant, key or model.")] = None,
     address: Annotated[str | None, typer.Option(help="Only from this address.")] = None,
-    start: FromOption = None,
+    start: FromAnyOption = None,
     end: ToOption = None,
     follow: Annotated[bool, typer.Option("--follow", help="Go on with what is to come, until Ctrl-C.")] = False,
     data_dir: DataDirOption = None,

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from compose.cli.asked import FromOption, TenantOption, ToOption
+from compose.cli.asked import FromHourOption, TenantOption, ToOption
 from compose.cli.common import DataDirOption, JsonOption, on_bus, show, table
 from contracts import clock
 from contracts.messages.usage import RequestTimes, SlowestQuery
@@ -22,7 +22,7 @@ def explain(
     ] = False,
     tenant: TenantOption = None,
     model: Annotated[str | None, typer.Option(help="Only this model.")] = None,
-    start: FromOption = None,
+    start: FromHourOption = None,
     end: ToOption = None,
     limit: Annotated[int, typer.Option(min=1, max=100, help="With --slowest: how many of each tenant and model.")] = 5,
     first_token: Annotated[

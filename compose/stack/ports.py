@@ -1,5 +1,6 @@
 """TCP ports of the stack, kept from others while it lives."""
 
+import errno
 import socket
 
 from compose.stack.data_dir import ComposeError
@@ -19,14 +20,16 @@ class Ports:
         """A free port; ``shared``: for listeners that set SO_REUSEPORT."""
         return self._hold(host, 0, shared)
 
-    def take(self, host: str, port: int, *, shared: bool = False) -> int:
-        """Hold ``port``; raises ComposeError when it is in use or not ours to use."""
+    def take(self, host: str, port: int, *, shared: bool = False, option: str = "--port") -> int:
+        """Hold ``port``, which ``option`` names; raises ComposeError when it is in use or not ours to use."""
         try:
             return self._hold(host, port, shared)
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+                raise ComposeError(f"{host} is no address of this machine; choose another one with --host") from error
             raise ComposeError(
                 f"port {port} on {host} cannot be used: {(error.strerror or str(error)).lower()}; "
-                "choose another one with --port"
+                f"choose another one with {option}"
             ) from error
 
     def close(self) -> None:

@@ -79,7 +79,7 @@ def run(options: Options, data_dir: Path) -> int:
         directory.remove_run()
         ports = Ports()
         shared = ports.take(options.host, options.port, shared=True)
-        admin = ports.take("127.0.0.1", options.admin_port, shared=True)
+        admin = ports.take("127.0.0.1", options.admin_port, shared=True, option="--admin-port")
         manifests = [make_manifest(options.engine, name, options.sim_context) for name in options.models]
         if len({manifest.name for manifest in manifests}) < len(manifests):
             raise ComposeError("two of the models have the same name")

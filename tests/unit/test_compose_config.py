@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from compose.stack.data_dir import ComposeError, DataDir, Run, find_target, read_peppers
+from compose.stack.ports import Ports
 
 RUN = Run(
     url="http://127.0.0.1:1",
@@ -145,3 +146,17 @@ def test_the_option_comes_before_the_environment(tmp_path: Path) -> None:
     assert (there.nats_url, there.pepper) == ("nats://elsewhere:4222", None)
     assert find_target(None, remote | {"HEADRACE_PEPPER_FILE": "/p"}).pepper == Path("/p")
     assert find_target(None, {"HEADRACE_DATA_DIR": str(tmp_path)}) == here
+
+
+def test_a_port_or_address_that_is_not_to_be_had_names_the_option_to_change() -> None:
+    ours, theirs = Ports(), Ports()
+    try:
+        port = ours.free(shared=True)
+        with pytest.raises(ComposeError, match="in use; choose another one with --admin-port"):
+            theirs.take("127.0.0.1", port, shared=True, option="--admin-port")
+        for address in ("203.0.113.9", "no.such.host.invalid"):
+            with pytest.raises(ComposeError, match="is no address of this machine; choose another one with --host"):
+                theirs.take(address, 0)
+    finally:
+        ours.close()
+        theirs.close()
