@@ -22,8 +22,9 @@ from ledger.store import Store, StoreError
 
 log = structlog.get_logger(__name__)
 
-PAUSE_S = 1.0
-"""Least time between two rounds; a round may also take at most a fifth of the time."""
+PAUSE_S = 5.0
+"""Least time between two rounds; a round may also take at most a fifth of the time. Admission does not wait for one:
+it adds the ends that no total covers."""
 SWEEP_S = 60.0
 """All tenants are compared so often: another ledger may have died between its insert and its write."""
 

@@ -21,8 +21,7 @@ class LedgerConfig(ServiceConfig, frozen=True, kw_only=True):
     ledger_batch_rows: Annotated[int, Meta(ge=1, le=100_000)] = 10_000
     """Measured: larger inserts are no faster per row, and take longer to gather and to repeat."""
     ledger_batch_wait_ms: Annotated[int, Meta(ge=1, le=10_000)] = 500
-    """How long a batch gathers: delay at low rate, and at most 2 parts a second for ClickHouse to merge. An insert
-    costs the embedded engine some 15 ms of CPU, however few its rows (by the ledger's CPU a second)."""
+    """How long a batch gathers: delay at a low rate. While events never end it is a second (``ingest``)."""
 
     sql_listen: str = ""
     """``host:port`` of the read-only SQL endpoint to the embedded engine; empty: none. 0 takes a free port."""

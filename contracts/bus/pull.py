@@ -22,7 +22,11 @@ from contracts.bus.types import BusError, Handler, Incoming
 log = structlog.get_logger(__name__)
 
 PULL_EXPIRES_S = 2.0
-"""Life of one pull request: what a lost one costs (a restarted server forgets waiting pulls)."""
+"""Life of one pull request: what a lost one costs (a server that is restarted, or leads no more, forgets them)."""
+PULL_EXPIRES_ALONE_S = 10.0
+"""The same at a server that is alone: it forgets them only when the connection ends, too, which is noticed."""
+LOOK_S = 2.0
+"""How often the credit is looked at when nobody notifies."""
 EXPIRY_GRACE_S = 1.0
 """How long after its expiry the server's word about a pull request is awaited before it counts as gone."""
 PULL_BATCH_MAX = 1024
@@ -109,7 +113,8 @@ class PullConsumer:
         return self
 
     def notify(self) -> None:
-        """Look at ``credit()`` again now; otherwise it is looked at after each message and every 2 s."""
+        """Look at ``credit()`` again now; otherwise it is looked at after each message, when a pull request ends,
+        and every 2 s while none waits."""
         self._wake.set()
 
     async def close(self) -> None:
@@ -153,7 +158,7 @@ class PullConsumer:
             now = time.monotonic()
             self._expire(now)
             await self._ask(now)
-            _, give_up = next(iter(self._asked.values()), (0, now + PULL_EXPIRES_S))
+            _, give_up = next(iter(self._asked.values()), (0, now + LOOK_S))
             try:
                 async with asyncio.timeout(max(0.01, give_up - now)):
                     await self._wake.wait()
@@ -187,9 +192,10 @@ class PullConsumer:
         batch = min(missing, PULL_BATCH_MAX)
         self._count += 1
         token = str(self._count)
-        self._asked[token] = batch, now + PULL_EXPIRES_S + EXPIRY_GRACE_S
+        expires_s = PULL_EXPIRES_ALONE_S if self._session.server_alone else PULL_EXPIRES_S
+        self._asked[token] = batch, now + expires_s + EXPIRY_GRACE_S
         self._asked_total += batch
-        question = msgspec.json.encode({"batch": batch, "expires": int(PULL_EXPIRES_S * 1e9)})
+        question = msgspec.json.encode({"batch": batch, "expires": int(expires_s * 1e9)})
         try:
             await self._session.publish(
                 f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._name}", question, reply=self._inbox + token
@@ -202,6 +208,8 @@ class PullConsumer:
             self._status(message.headers.get("Status", ""), message)
             return
         self._asked_total = max(0, self._asked_total - 1)
+        if not self._asked_total:
+            self._wake.set()
         self._received.append(message)
         self._arrived.set()
 
@@ -241,7 +249,8 @@ class BatchConsumer(PullConsumer):
     """Hands over up to ``batch`` messages, gathered for at most ``max_wait_s`` from the first one on.
 
     One batch at a time, and no more is asked for meanwhile; the handler acknowledges. ``ack_wait_s`` must exceed two
-    calls of the handler, else messages come again while they wait.
+    calls of the handler, else messages come again while they wait. One that is not full follows the one before after
+    ``every_s`` at the earliest.
     """
 
     def __init__(
@@ -255,6 +264,7 @@ class BatchConsumer(PullConsumer):
         batch: int,
         max_wait_s: float,
         ack_wait_s: float,
+        every_s: float = 0.0,
     ) -> None:
         super().__init__(
             jetstream,
@@ -269,11 +279,14 @@ class BatchConsumer(PullConsumer):
         self._handle_batch = handler
         self._batch = batch
         self._max_wait_s = max_wait_s
+        self._every_s = every_s
+        self._handed_over_at = 0.0
         self._busy = False
 
     async def _handle_some(self) -> int:
         await self._gather()
         self._busy = True
+        self._handed_over_at = time.monotonic()
         batch = list(self._received)
         try:
             await self._handle_batch(batch)
@@ -285,8 +298,9 @@ class BatchConsumer(PullConsumer):
         return len(batch)
 
     async def _gather(self) -> None:
+        rest_s = self._handed_over_at + self._every_s - time.monotonic()
         try:
-            async with asyncio.timeout(self._max_wait_s):
+            async with asyncio.timeout(max(self._max_wait_s, rest_s)):
                 while len(self._received) < self._batch and not self._closed:
                     self._arrived.clear()
                     await self._arrived.wait()

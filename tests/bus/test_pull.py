@@ -9,7 +9,7 @@ import pytest
 
 from contracts import topology
 from contracts.bus import BatchConsumer, Bus, Incoming, NotFound, PullConsumer, Unavailable
-from contracts.bus.pull import PULL_EXPIRES_S, consumer_name
+from contracts.bus.pull import PULL_EXPIRES_ALONE_S, PULL_EXPIRES_S, consumer_name
 from tests.support.nats_server import Connect, NatsServer
 from tests.support.polling import metric, until
 
@@ -85,7 +85,7 @@ async def test_never_asks_for_more_than_there_is_credit(bus: Bus) -> None:
 
 async def test_credit_holds_over_many_expiries_and_small_pulls(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pull requests expire with a word of how much they still lacked; the sum of what is asked stays right."""
-    monkeypatch.setattr("contracts.bus.pull.PULL_EXPIRES_S", 0.1)
+    monkeypatch.setattr("contracts.bus.pull.PULL_EXPIRES_ALONE_S", 0.1)
     worker = Worker(0)
     puller = await worker.start(bus)
     for slots in range(1, 9):
@@ -210,7 +210,7 @@ async def test_a_consumer_deleted_under_a_pull_is_made_anew_at_once(bus: Bus) ->
     await bus.jetstream.api(f"CONSUMER.DELETE.{topology.WORK}.w-1")
     await publish(bus, 1)
     # The first comes again or not: a consumer of the same name that is made this soon may get the deleted one's state.
-    await until(lambda: 1 in worker.taken, limit_s=PULL_EXPIRES_S * 0.9)
+    await until(lambda: 1 in worker.taken, limit_s=PULL_EXPIRES_ALONE_S * 0.2)
 
 
 async def test_a_missing_consumer_shows_at_the_next_pull(bus: Bus) -> None:
@@ -234,7 +234,8 @@ async def test_recreate_brings_all_unacknowledged_messages_again(bus: Bus) -> No
     await until(lambda: second.taken == [1, 2])
 
 
-async def test_who_has_no_credit_leaves_the_consumer_to_who_took_it(bus: Bus) -> None:
+async def test_who_has_no_credit_leaves_the_consumer_to_who_took_it(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("contracts.bus.pull.PULL_EXPIRES_ALONE_S", PULL_EXPIRES_S)
     first, second = Worker(10), Worker(10)
     await first.start(bus, recreate=True)
     await publish(bus, 0)
@@ -314,7 +315,7 @@ async def test_an_unused_consumer_goes_and_a_used_one_stays(bus: Bus) -> None:
 
 
 def test_pulls_are_renewed_more_often_than_a_lost_one_may_cost() -> None:
-    assert PULL_EXPIRES_S <= 2
+    assert PULL_EXPIRES_S <= 2 and PULL_EXPIRES_ALONE_S <= 15
 
 
 def test_names_that_the_server_would_not_take_are_cut() -> None:
@@ -338,6 +339,32 @@ async def test_batches_are_gathered_by_number_and_by_time(bus: Bus) -> None:
     await until(lambda: batches == [[0, 1, 2, 3, 4], [5, 6]])
     await publish(bus, 7)
     await until(lambda: batches[2:] == [[7]])
+
+
+async def test_what_never_ends_is_handed_over_in_few_batches(bus: Bus) -> None:
+    batches: list[list[int]] = []
+
+    async def write(messages: list[Incoming]) -> None:
+        batches.append([json.loads(message.data) for message in messages])
+        assert all(await asyncio.gather(*(message.ack() for message in messages)))
+
+    await BatchConsumer(
+        bus.jetstream,
+        topology.WORK,
+        "ledger",
+        "work.v1.>",
+        write,
+        batch=6,
+        max_wait_s=0.01,
+        ack_wait_s=60,
+        every_s=30.0,
+    ).start()
+    await publish(bus, 0)
+    await until(lambda: batches == [[0]])
+    for number in range(1, 7):
+        await publish(bus, number)
+        await asyncio.sleep(0.05)
+    await until(lambda: batches == [[0], [1, 2, 3, 4, 5, 6]])
 
 
 async def test_a_batch_that_failed_comes_again_and_nothing_is_asked_for_meanwhile(bus: Bus) -> None:
