@@ -10,6 +10,8 @@ _INSTANT = re.compile(r"\d{4}-\d{2}-\d{2}[Tt ]\d{2}:\d{2}(:\d{2}(\.\d{1,6})?)?([
 YEAR_MAX = 2999
 """Beyond it nothing was used, and calendars end."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+LAST_MS = (datetime(YEAR_MAX + 1, 1, 1, tzinfo=UTC) - _EPOCH) // timedelta(milliseconds=1) - 1
+"""Of YEAR_MAX."""
 
 
 def parse(text: str) -> int:

@@ -83,6 +83,8 @@ def _hidden(name: str) -> str:
         return "in an address . and .. are steps between folders"
     if name != name.strip():
         return "it begins or ends with a space"
+    if not unicodedata.is_normalized("NFC", name):
+        return "it has characters apart from their accents: write it composed (Unicode's NFC)"
     for position, character in enumerate(name):
         category = unicodedata.category(character)
         if category in ("Cc", "Zl", "Zp"):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from contracts import topology
+from contracts import instants, topology
 from contracts.bus import Bus, KvEntry, WrongSequence
 from contracts.clock import now_ms
 from contracts.errors import HeadraceError
@@ -43,9 +43,12 @@ def check_key(record: KeyRecord) -> KeyRecord:
 
 
 def check_expiry(at_ms: int) -> None:
-    """Raises HeadraceError when a key could not be used any more."""
+    """Raises HeadraceError when a key could not be used any more, or no calendar could show until when."""
     if at_ms < 0 or 0 < at_ms <= now_ms():
         raise HeadraceError("invalid_request", "expires_at_ms has passed", param="expires_at_ms")
+    if at_ms > instants.LAST_MS:
+        reason = f"expires_at_ms is after the year {instants.YEAR_MAX}: 0 is never"
+        raise HeadraceError("invalid_request", reason, param="expires_at_ms")
 
 
 async def keep_key(bus: Bus, peppers: Peppers, secret: str, record: KeyRecord) -> Changed[KeyRecord]:

@@ -396,6 +396,33 @@ def test_a_tenant_has_limits_of_its_own_for_one_model(stack: Stack, browser: Bro
     assert not faults(browser)
 
 
+def test_who_changes_a_tenant_undoes_nothing_that_others_set(stack: Stack, browser: Browser) -> None:
+    """Neither what another changed while the question stood open, nor what the question cannot show."""
+    with stack.admin() as admin:
+        address = "/admin/v1/tenants/frugal"
+        admin.post("/admin/v1/tenants", json={"name": "frugal", "models": []}).raise_for_status()
+        admin.patch(address, json={"model_limits": {"chat-small": {"rpm": 5}}}).raise_for_status()
+        console(browser, stack, "tenants")
+        press(browser, "Change frugal")
+        browser.until("Boolean(document.querySelector('dialog'))")
+        admin.patch(address, json={"limits": {"rpm": 9}}).raise_for_status()
+        fill(browser, weight="2")
+        assert answer(browser, "Change it") == ""
+        found = admin.get(address).json()
+        assert (found["models"], found["limits"]["rpm"], found["weight"]) == ([], 9, 2)
+        press(browser, "Change frugal for chat-small")
+        browser.until("Boolean(document.querySelector('dialog'))")
+        admin.patch(address, json={"model_limits": {"chat-small": {"concurrency": 4}}}).raise_for_status()
+        fill(browser, requests="6")
+        assert answer(browser, "Set them") == ""
+        own = admin.get(address).json()["model_limits"]["chat-small"]
+        assert (own["rpm"], own["concurrency"]) == (6, 4)
+        press(browser, "Change frugal")
+        fill(browser, models="")
+        assert answer(browser, "Change it") == "" and admin.get(address).json()["models"] is None
+    assert not faults(browser)
+
+
 def test_a_roll_out_is_started_paused_resumed_aborted_and_promoted(stack: Stack, browser: Browser, rolled: str) -> None:
     def plan() -> dict[str, Any]:
         with stack.admin() as admin:

@@ -7,7 +7,7 @@ from contracts.errors import HeadraceError
 
 
 @pytest.mark.parametrize(
-    "name", ["acme", "a b", "شركة", "می\u200cشود", "\U0001f9d1\u200d\U0001f680", "<img src=x>", "a/b", "...", "a\"b'c"]
+    "name", ["acme", "café", "شركة", "می\u200cشود", "\U0001f9d1\u200d\U0001f680", "<img src=x>", "a/b", "...", "a\"b'c"]
 )
 def test_names_of_any_language_are_kept(name: str) -> None:
     assert registry.check_name("tenant name", name) == name
@@ -29,6 +29,7 @@ def test_names_of_any_language_are_kept(name: str) -> None:
         ("acme\u200b", "U+200B"),
         ("\ufeffacme", "U+FEFF"),
         ("so\u00adft", "U+00AD"),
+        ("cafe\u0301", "NFC"),
     ],
 )
 def test_what_looks_like_another_one_is_refused(name: str, why: str) -> None:

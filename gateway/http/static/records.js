@@ -59,7 +59,7 @@ async function chooseLimits(records, known, again) {
 
 async function setLimits({ record, model, limits }, again) {
   await ask({ title: `Limits of ${record.name} for ${model}`, text: "They hold instead of the tenant's limits for all models.", fields: limitFields(limits, LIMITS), verb: "Set them",
-    act: (given) => call(at("tenants", record.name), { method: "PATCH", body: { model_limits: { [model]: given } } }) }) && again();
+    act: (given) => call(at("tenants", record.name), { method: "PATCH", body: { model_limits: { [model]: changed(limits, given) } } }) }) && again();
 }
 
 async function removeLimits({ record, model }, again) {
@@ -73,16 +73,20 @@ async function newTenant(again) {
     call("/admin/v1/tenants", { method: "POST", body: { name: given, limits, weight, monthly_budget_tokens } }) }) && again();
 }
 
+// A tenant may have no model at all: that is not the empty field, which is every model.
+const modelsText = (models) => models === null ? "" : models.join(", ") || "none";
+const modelsOf = (text) => text.trim() === "none" ? [] : listOf(text).length ? listOf(text) : null;
+
 async function changeTenant(row, again) {
   const fields = [...limitFields(row.limits, LIMITS), numberField("monthly_budget_tokens", "tokens a month", row.monthly_budget_tokens),
     numberField("weight", "weight in the queue", row.weight, { step: "any" }), numberField("deadline_ms", "default deadline, ms", row.deadline_ms, { placeholder: "", min: 1 }),
-    textField("models", "models, with commas; empty: all", (row.models || []).join(", ")), choiceField("priorities", "priorities", row.priorities.join(), PRIORITIES), choiceField("price_ceiling", "price ceiling", row.price_ceiling, ["economy", "standard", "premium"]),
+    textField("models", "models, with commas; empty: all; or none", modelsText(row.models)), choiceField("priorities", "priorities", row.priorities.join(), PRIORITIES), choiceField("price_ceiling", "price ceiling", row.price_ceiling, ["economy", "standard", "premium"]),
     checkField("fallback", "may go to fallbacks", row.fallback), checkField("prefix_caching", "prefix caching", row.prefix_caching), checkField("disabled", "disabled: none of its keys is let in", row.disabled)];
   await ask({ title: `Change ${row.name}`, fields, verb: "Change it", act: (given) => {
     const of = LIMITS.map(([field]) => field);
     const limits = changed(row.limits, Object.fromEntries(of.map((field) => [field, given[field]])));
     const rest = Object.fromEntries(Object.entries(given).filter(([field]) => !of.includes(field)));
-    const body = changed(row, { ...rest, models: listOf(rest.models).length ? listOf(rest.models) : null, priorities: listOf(rest.priorities) });
+    const body = changed(row, { ...rest, models: modelsOf(rest.models), priorities: listOf(rest.priorities) });
     if (Object.keys(limits).length) body.limits = limits;
     return call(at("tenants", row.name), { method: "PATCH", body });
   } }) && again();
