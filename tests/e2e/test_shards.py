@@ -145,7 +145,9 @@ async def test_services_and_operators_find_what_runs_on_either(stack: Stack) -> 
     slow = {"tokens": ["a "] * 400, "itl_ms": 50}
     shards = Counter[str]()
     async with Client(stack.run.nats_url, tenant="demo", credentials=stack.credentials) as client:
-        for number in range(8):
+        for number in range(100):  # To which shard one goes is chance.
+            if len(shards) == 2 and min(shards.values()) > 1:
+                break
             async with client.chat(model=HOT, messages=chat(number)["messages"], simulate=slow) as stream:
                 chunks = aiter(stream)  # Kept: dropping it would cancel.
                 await anext(chunks)
@@ -162,13 +164,13 @@ async def test_services_and_operators_find_what_runs_on_either(stack: Stack) -> 
 
 
 def test_the_death_of_one_owner_is_nothing_to_the_other_and_is_taken_over(stack: Stack) -> None:
-    key = tenant(stack, "outlives", "--concurrency", "16", "--rpm", "1000")
+    key = tenant(stack, "outlives", "--concurrency", "32", "--rpm", "1000")
     before = asyncio.run(queues(stack))
     victim = int(before[SECOND].owner.split("-")[1])
     slow = {"tokens": ["a "] * 100, "itl_ms": 60}
-    with stack.client(key) as client, ThreadPoolExecutor(8) as pool:
+    with stack.client(key) as client, ThreadPoolExecutor(16) as pool:
         running = [
-            pool.submit(client.post, CHAT, json=chat(number, max_tokens=100, simulate=slow)) for number in range(8)
+            pool.submit(client.post, CHAT, json=chat(number, max_tokens=100, simulate=slow)) for number in range(16)
         ]
 
         def both_run() -> bool:
@@ -177,7 +179,7 @@ def test_the_death_of_one_owner_is_nothing_to_the_other_and_is_taken_over(stack:
         wait_until(both_run, "both shards run something", 20)
         os.kill(stack.run.pids["scheduler"][victim], signal.SIGKILL)
         answers = [each.result() for each in running]
-    assert [answer.status_code for answer in answers] == [200] * 8, "what ran goes on"
+    assert [answer.status_code for answer in answers] == [200] * 16, "what ran goes on"
     assert all(answer.json()["usage"]["completion_tokens"] == 100 for answer in answers)
 
     def taken_over() -> bool:
