@@ -99,6 +99,8 @@ class Fleet:
         self.asked = 0
         """Requests that callers have made; what they ask again is one."""
         self.open = 0
+        self.checked: dict[str, int] = dict.fromkeys(("admissions", "tenants", "workers"), 0)
+        """How often rules were looked at: limits at admissions; tenants and workers with nothing left at the end."""
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._number = 0
         self.source = seeded(f"fleet {scenario.seed}")
@@ -389,6 +391,7 @@ class Pool:
             self._feed(events.StatusAsked(tenant, frame.stream, None, void_below=frame.attempt + 1))
 
     def _check_limits(self, tenant: str) -> None:
+        self.fleet.checked["admissions"] += 1
         quota = self.core.admission.quotas[tenant]
         concurrency = quota.limits.concurrency
         assert concurrency is None or quota.open <= concurrency, f"{tenant} has {quota.open} open requests"
@@ -604,6 +607,8 @@ class Pool:
         for machine in self.machines.values():
             assert not machine.running
             assert not machine.waiting
+        self.fleet.checked["tenants"] += len(core.admission.quotas)
+        self.fleet.checked["workers"] += len(core.pool.workers)
 
 
 _REPLY = Reply(subject="reply.v1.simulated", stream="s")

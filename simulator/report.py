@@ -65,6 +65,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A run."""
 
     seed: int
+    checked: dict[str, int]
+    """How often the rules were looked at, and held: requests that ended once, admissions within the limits, tenants and
+    workers that had nothing left at the end."""
     simulated_s: float
     models: list[ModelReport]
     total: ModelReport
@@ -224,6 +227,7 @@ def simulate(scenario: Scenario, folder: Path, progress: Callable[[int], None] =
     span_s = max(1e-3, (last[0] - begin_ms) / 1000)
     return Report(
         seed=scenario.seed,
+        checked={"requests": total.requests, **fleet.checked},
         simulated_s=round(span_s, 3),
         models=[accounts[pool.model.name].report(pool.model.name, [pool], span_s) for pool in fleet.pools],
         total=total.report("all", fleet.pools, span_s),

@@ -1,6 +1,8 @@
 """``headrace simulate``: a fleet of a TOML file, simulated with the scheduler that runs in production."""
 
+import resource
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,6 +54,7 @@ def simulate(
     from simulator.picture import draw
     from simulator.scenario import BadScenario, load
 
+    began_s = time.monotonic()
     try:
         scenario = load(file)
         if seed is not None:
@@ -63,7 +66,7 @@ def simulate(
             picture.write_text(draw(found, file.stem))
     except (BadScenario, OSError) as error:
         raise ComposeError(str(error)) from error
-    show(found, _text(found), as_json=as_json)
+    show(found, f"{_text(found)}\n{_took(found, time.monotonic() - began_s)}", as_json=as_json)
 
 
 def _text(found: "Report") -> str:
@@ -74,6 +77,19 @@ def _text(found: "Report") -> str:
         f"{each.model}: {_counts(each.ended)}; refused: {_counts(each.refusals) or 'none'}" for each in lines
     )
     return f"{found.simulated_s:g} s simulated, seed {found.seed}\n{callers}\n{fleet}\n{endings}"
+
+
+def _took(found: "Report", wall_s: float) -> str:
+    """What the run cost this process, and which rules were checked."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    cpu_s, checked = usage.ru_utime + usage.ru_stime, found.checked
+    return (
+        f"{found.total.requests:,} requests in {wall_s:.1f} s, {cpu_s:.1f} s of CPU "
+        f"({cpu_s / max(1, found.total.requests) * 1000:.3f} ms a request), at most {peak / 1e6:,.0f} MB of memory\n"
+        f"checked, and held: {checked['requests']:,} requests ended once, {checked['admissions']:,} admissions within "
+        f"the limits, {checked['tenants']:,} tenants and {checked['workers']:,} workers with nothing left at the end"
+    )
 
 
 def _counts(of: dict[str, int]) -> str:

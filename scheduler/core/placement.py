@@ -111,7 +111,10 @@ class Placement:
         loads = [each.load for each in candidates]
         most = 1 + CROWDED * sum([load.count for load in loads]) / len(loads)
         best, least = candidates[0], math.inf
+        warmest = runs[0][1] if runs else prompt
         for each, load in zip(candidates, loads, strict=True):
+            if (load.prompts.tokens + warmest) * (load.count + 1) * load.work_share > least:
+                continue  # Nor with all that any cache holds: most of them.
             cache, uncached = load.cache, prompt
             if runs:
                 for bits, left in runs:

@@ -283,18 +283,23 @@ class WorkerPool:
         Raises TooLate when on none of them its first token would come by its deadline.
         """
         choices, tokens = request.envelope.choices, request.cost.total
-        able = [worker for worker in self._willing(request) if not worker.load.prompts.enough]
+        able = self._willing(request)
         if self._reserved_for:
             able = [w for w in able if self._reserved_for.get(w.beat.worker, request.id) == request.id]
         if may_hold is not None:
             able = [worker for worker in able if may_hold(worker)]
         fitting = [
-            w for w in able if w.slots_reserved + choices <= w.slots and w.kv_reserved + tokens <= w.kv_limit
+            w
+            for w in able
+            if w.slots_reserved + choices <= w.slots
+            and w.kv_reserved + tokens <= w.kv_limit
+            and not w.load.prompts.enough
         ] or [
             w  # What exceeds a worker runs on it alone.
             for w in able
             if w.slots_reserved + min(choices, w.slots) <= w.slots
             and w.kv_reserved + min(tokens, w.kv_limit) <= w.kv_limit
+            and not w.load.prompts.enough
         ]
         best = self.placement.choose(request, fitting)
         if best is None or self.placement.in_time(request, [best], now_ms):

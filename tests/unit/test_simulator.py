@@ -70,7 +70,19 @@ def test_a_cell_dies_under_load_and_everything_ends_once() -> None:
     )
     assert report.total.requests == 1_500 == sum(report.total.ended.values())
     assert report.total.lost_workers == 8
+    assert report.checked["requests"] == 1_500 <= report.checked["admissions"]
+    assert report.checked["tenants"] == 2 * 30
+    assert report.checked["workers"] == 2 * 8
     assert {each.model for each in report.models} == {"a", "b"}
+
+
+def test_the_examples_are_scenarios() -> None:
+    files = sorted((Path(__file__).parents[2] / "simulator" / "examples").glob("*.toml"))
+    assert files
+    for file in files:
+        scenario = load(file)
+        assert sum(each.workers for each in scenario.models) == 1_000
+        assert scenario.requests == 10_000_000
 
 
 def test_overload_is_refused_and_shared_fairly() -> None:
