@@ -199,6 +199,18 @@ async def test_nothing_is_asked_about_a_request_without_an_id(subscriber: Subscr
     assert (stream.texts, stream.ends) == (["0", "1"], [END])
 
 
+async def test_other_work_has_its_turn_between_the_ticks_of_many_streams(
+    subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it leaves meanwhile is not ticked any more."""
+    monkeypatch.setattr(module, "TICKED_AT_ONCE", 2)
+    streams = [opened(subscriber, name) for name in "abcde"]
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(streams[1], "on_tick", lambda now: loop.call_soon(subscriber.leave, streams[2]))
+    await until(lambda: streams[4].ticks >= 2)
+    assert [stream.ticks for stream in streams[2:4]] == [0, streams[4].ticks]
+
+
 async def test_questions_are_bounded_and_all_are_answered(
     connect: Connect, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

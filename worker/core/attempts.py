@@ -62,8 +62,10 @@ class InFlight(msgspec.Struct, kw_only=True):
 
     def is_late(self, now_ms: int) -> bool:
         """Whether its deadline has passed without a token. The instants are the owner's, between them lies a span."""
+        if self.counts.completion_tokens:
+            return False
         within_ms = self.item.request.deadline_at_ms - self.item.dispatched_at_ms
-        return not self.counts.completion_tokens and now_ms - self.pulled_at_ms >= within_ms
+        return now_ms - self.pulled_at_ms >= within_ms
 
 
 class Occupancy:

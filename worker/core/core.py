@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from contracts.accusations import Exposed, put_down_to
-from contracts.messages.base import Epoch, TokenCounts, fields_of
+from contracts.messages.base import Epoch
 from contracts.messages.control import (
     Announce,
     CancelAttempt,
@@ -98,12 +98,14 @@ class WorkerCore:
         return self._stalls.engine_idle_samples
 
     def progress(self) -> list[Progress]:
-        """Of all that is in flight, for the heartbeat."""
+        """Of all in flight, for the heartbeat. Chunks wait meanwhile: ``fields_of`` would take ten times as long."""
         return [
             Progress(
                 request_id=attempt.item.request.request_id,
                 attempt=attempt.item.attempt,
-                **fields_of(TokenCounts, attempt.counts),
+                prompt_tokens=attempt.counts.prompt_tokens,
+                cached_tokens=attempt.counts.cached_tokens,
+                completion_tokens=attempt.counts.completion_tokens,
             )
             for attempt in self.attempts
         ]
