@@ -544,8 +544,8 @@ def test_only_the_first_word_of_a_death_counts() -> None:
     assert world.step(EngineLost(reason="b")) == []
 
 
-def sampled(prefill: int, decode: int) -> EngineSampled:
-    return EngineSampled(stats=EngineStats(prefill_tokens_total=prefill, decode_tokens_total=decode))
+def sampled(prefill: int, decode: int, steps: int = 0) -> EngineSampled:
+    return EngineSampled(stats=EngineStats(prefill_tokens_total=prefill, decode_tokens_total=decode, steps_total=steps))
 
 
 def test_an_engine_that_does_nothing_with_work_is_rebuilt() -> None:
@@ -577,10 +577,14 @@ def test_one_hanging_attempt_among_others_fails_alone() -> None:
 
 
 def test_a_long_prefill_is_progress() -> None:
+    """Also while none of it is counted: vLLM tells of a prompt's tokens when all of them are computed."""
     world = World(stall_samples=3)
     world.pull(item())
-    for prefilled in range(10):
-        assert world.step(sampled(prefilled, 0)) == []
+    for step in range(10):
+        assert world.step(sampled(0, 0, steps=step)) == []
+    world.step(sampled(0, 0, steps=9))
+    world.step(sampled(0, 0, steps=9))
+    assert RebuildEngine in kinds(world.step(sampled(0, 0, steps=9)))
 
 
 # Shutdown --------------------------------------------------------------------------------------------------

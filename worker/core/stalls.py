@@ -22,16 +22,16 @@ class StallWatch:
     def sample(self, stats: EngineStats, running: list[InFlight]) -> tuple[list[InFlight], bool]:
         """Those of ``running`` that stalled, and whether the engine did.
 
-        Progress of an attempt is an own token or, before the first one, any prefill: its own cannot be told.
+        Progress of an attempt is an own token or, before the first one, any step: how much of its prompt is computed
+        cannot be told, for engines count that when all of it is.
         """
         totals = (stats.prefill_tokens_total, stats.decode_tokens_total)
-        prefilled, moved = totals[0] != self._totals[0], totals != self._totals
-        self._totals = totals
+        moved, self._totals = totals != self._totals, totals
         stepped, self._steps = stats.steps_total != self._steps, stats.steps_total
         self.engine_idle_samples = 0 if stepped or not running else self.engine_idle_samples + 1
         for attempt in running:
             tokens = attempt.counts.completion_tokens
-            idle = tokens == attempt.seen_tokens and not (tokens == 0 and prefilled)
+            idle = tokens == attempt.seen_tokens and not (tokens == 0 and stepped)
             attempt.seen_tokens = tokens
             attempt.idle_samples = attempt.idle_samples + 1 if idle else 0
         stalled = [attempt for attempt in running if attempt.idle_samples >= self._samples]
