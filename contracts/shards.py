@@ -35,6 +35,13 @@ def choose(model: str, shards: int, key: str) -> str:
     return model if shards == 1 else names(model, shards)[_jump(key, shards)]
 
 
+def others(model: str, shards: int, key: str) -> list[str]:
+    """The shards that ``key`` does not have, in the order in which it turns to them; each key of one has its own."""
+    left = names(model, shards)
+    left.remove(choose(model, shards, key))
+    return [left.pop(_jump(f"{key} {turn}", len(left))) for turn in range(len(left))]
+
+
 def _jump(key: str, buckets: int) -> int:
     """Jump consistent hash (Lamping and Veach, 2014)."""
     state = int.from_bytes(hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")

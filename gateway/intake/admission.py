@@ -8,7 +8,7 @@ capacity, order, deadline) is the scheduler's answer, passed on.
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -303,13 +303,14 @@ class Intake:
 
     async def _admit(self, prepared: Prepared, *, join_only: bool = False) -> Admitted:
         asked_at_ms = monotonic_ms()
-        answer = await self._ask(prepared, join_only=join_only)
+        shard, answer = await self._ask(prepared, join_only=join_only)
         if not answer.admitted:
             raise AdmissionRefused(answer)
         if answer.joined:
             return Admitted(prepared.envelope, b"", answer.limits, asked_at_ms, joined=answer.joined)
         envelope = msgspec.structs.replace(
             prepared.envelope,
+            model=shard,
             admitted_at_ms=answer.admitted_at_ms,
             publish_within_ms=answer.publish_within_ms,
             deadline_ms=answer.deadline_ms,
@@ -349,32 +350,43 @@ class Intake:
             self._cancel(envelope, "publish_unconfirmed")
             raise _not_stored(error, envelope) from error
 
-    async def _ask(self, prepared: Prepared, *, join_only: bool) -> AdmissionAnswer:
-        envelope = prepared.envelope
-        question = _request_codec.encode(
-            AdmissionRequest(
-                **fields_of(RequestDemand, envelope),
-                deadline_ms=prepared.context.deadline_ms,
-                reader=envelope.reply.stream,
-                join_only=join_only,
-            )
-        )
-        subject = subjects.admit(envelope.model)
+    async def _ask(self, prepared: Prepared, *, join_only: bool) -> tuple[str, AdmissionAnswer]:
+        """The shard that answers, and what; round after round until one does. Raises HeadraceError."""
         give_up_at = time.monotonic() + self._ask_s_max
         while True:
-            try:
-                data = await self._bus.request(subject, question, timeout_s=ASK_TIMEOUT_S)
-                answer = _answer_codec.decode(data)
-                self._limits_seen.keep(envelope.tenant, shards.model_of(envelope.model), answer.limits, monotonic_ms())
-                return answer
-            except (Unavailable, msgspec.MsgspecError) as error:
-                if join_only or time.monotonic() + ASK_PAUSE_S >= give_up_at:
-                    raise HeadraceError(
-                        "unavailable",
-                        "No scheduler answers for this model at the moment.",
-                        retry_after_s=2,  # A standby takes over within seconds.
-                    ) from error
+            for shard in self._owners(prepared):
+                try:
+                    return shard, await self._ask_one(shard, prepared, join_only=join_only)
+                except (Unavailable, msgspec.MsgspecError) as error:
+                    if join_only or time.monotonic() + ASK_PAUSE_S >= give_up_at:
+                        raise HeadraceError(
+                            "unavailable",
+                            "No scheduler answers for this model at the moment.",
+                            retry_after_s=2,  # A standby takes over within seconds.
+                        ) from error
             await asyncio.sleep(ASK_PAUSE_S)
+
+    def _owners(self, prepared: Prepared) -> Iterator[str]:
+        """The request's shard; then, while nobody owns that one, the others, unless a key must find it there."""
+        envelope = prepared.envelope
+        yield envelope.model
+        if envelope.idempotency is None:
+            model = shards.model_of(envelope.model)
+            record = self._catalog.resolve(model, prepared.context.identity.tenant).record
+            yield from shards.others(model, record.shards, _shard_key(envelope))
+
+    async def _ask_one(self, shard: str, prepared: Prepared, *, join_only: bool) -> AdmissionAnswer:
+        envelope = msgspec.structs.replace(prepared.envelope, model=shard)
+        question = AdmissionRequest(
+            **fields_of(RequestDemand, envelope),
+            deadline_ms=prepared.context.deadline_ms,
+            reader=envelope.reply.stream,
+            join_only=join_only,
+        )
+        data = await self._bus.request(subjects.admit(shard), _request_codec.encode(question), timeout_s=ASK_TIMEOUT_S)
+        answer = _answer_codec.decode(data)
+        self._limits_seen.keep(envelope.tenant, shards.model_of(shard), answer.limits, monotonic_ms())
+        return answer
 
 
 def _shard(record: ModelRecord, envelope: RequestEnvelope) -> str:
@@ -382,9 +394,13 @@ def _shard(record: ModelRecord, envelope: RequestEnvelope) -> str:
 
     So a conversation stays with its workers, a key finds its request, and what ends engines is known again.
     """
+    return shards.choose(record.name, record.shards, _shard_key(envelope))
+
+
+def _shard_key(envelope: RequestEnvelope) -> str:
     given = envelope.idempotency
     key = f"key {given.key}" if given is not None else envelope.conversation or envelope.body_hash
-    return shards.choose(record.name, record.shards, f"{envelope.tenant} {key}")
+    return f"{envelope.tenant} {key}"
 
 
 def idempotency_key(given: str, param: str) -> str:

@@ -75,10 +75,10 @@ HEAD = "| | workers, mean / most | not good | no answer | TTFT ms p50 / p99 | wo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("curves", nargs="*", choices=[*CURVES, []], default=list(CURVES))
+    parser.add_argument("curves", nargs="*", choices=[*CURVES, "all"], default="all")
     parser.add_argument("--pictures", type=Path, default=Path(), help="folder of autoscale-CURVE.svg")
     options = parser.parse_args()
-    for curve in options.curves:
+    for curve in CURVES if "all" in options.curves else options.curves:
         print(f"\n{curve}\n{HEAD}\n|---|---|---|---|---|---|---|")
         reports = {}
         for name, changed in policies(curve):

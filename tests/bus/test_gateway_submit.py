@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
-from contracts import subjects
-from contracts.messages.admission import AdmissionAnswer
+from contracts import subjects, topology
+from contracts.messages.admission import AdmissionAnswer, AdmissionRequest
 from contracts.messages.deliveries import Deliveries, Delivery
-from contracts.messages.records import TenantRecord
+from contracts.messages.records import ModelRecord, TenantRecord
 from contracts.messages.request import Reply, SubmitAnswer, SubmitRequest
 from gateway.intake.bus_submit import SUBMITS_MAX
 from tests.support.gateway_world import BASE, World, admitted, decode, encode, serve
@@ -154,3 +154,53 @@ async def test_what_is_no_submit_is_answered_shortly_whatever_it_is(world: World
         data = await world.bus.request(subjects.submit("T1", "m"), sent, timeout_s=10)
         answer = decode(data, type=SubmitAnswer)
         assert (answer.status, len(data) < 1500) == (400, True), data[:200]
+
+
+async def split(world: World) -> None:
+    """Have ``m`` two shards, and wait until the gateway knows."""
+    record = ModelRecord(name="m", stable="1", shards=2)
+    await world.bus.kv.put(topology.MODELS, subjects.encode("m"), encode(record))
+
+    async def both_chosen() -> bool:
+        world.admissions.clear()
+        await asyncio.gather(*(submit(world, conversation(number)) for number in range(8)))
+        return {asked.model for asked in world.admissions} == {"m", "m#1"}
+
+    await until(both_chosen)
+    world.admissions.clear()
+    world.stored.clear()
+
+
+def conversation(number: int) -> dict[str, Any]:
+    return BASE | {"messages": [{"role": "user", "content": f"conversation {number}"}]}
+
+
+@pytest.mark.parametrize("silent", ["m", "m#1"])
+async def test_what_a_silent_shard_would_have_had_goes_to_one_that_lives(world: World, silent: str) -> None:
+    await split(world)
+    world.decide = lambda asked: None if asked.model == silent else admitted()
+    answers = await asyncio.gather(*(submit(world, conversation(number)) for number in range(8)))
+    [living] = {"m", "m#1"} - {silent}
+    assert all(answer.admitted for answer in answers)
+    assert {answer.model for answer in answers} == {envelope.model for envelope in world.stored} == {living}
+    assert silent in {asked.model for asked in world.admissions}, "it is asked first"
+
+
+async def test_a_key_waits_for_the_shard_that_may_know_it(world: World) -> None:
+    await split(world)
+    silent = set[str]()
+
+    def once_silent(asked: AdmissionRequest) -> AdmissionAnswer | None:
+        if asked.request_id in silent:
+            return admitted()
+        silent.add(asked.request_id)
+        return None
+
+    world.decide = once_silent
+    answers = await asyncio.gather(*(submit(world, BASE, idempotency_key=f"k-{number}") for number in range(8)))
+    assert all(answer.admitted for answer in answers)
+    asked: dict[str, set[str]] = {}
+    for each in world.admissions:
+        asked.setdefault(each.request_id, set()).add(each.model)
+    assert all(len(models) == 1 for models in asked.values())
+    assert {answer.model for answer in answers} == {"m", "m#1"}

@@ -163,6 +163,20 @@ async def test_services_and_operators_find_what_runs_on_either(stack: Stack) -> 
     await until(none_open, "who left ended them", 20)
 
 
+async def new_ones_are_served_by(stack: Stack, shard: str, *, unless: QueueAnswer) -> None:
+    """All of them, as long as nobody owns the other shard after its owner of ``unless``."""
+    async with Client(stack.run.nats_url, tenant="demo", credentials=stack.credentials) as client:
+
+        async def ask(number: int) -> str:
+            async with client.chat(**chat(number)) as stream:
+                assert [chunk async for chunk in stream]
+            return stream.model
+
+        served = set(await asyncio.gather(*map(ask, range(20))))
+    if served != {shard}:
+        assert (await queues(stack))[unless.model].epoch > unless.epoch
+
+
 def test_the_death_of_one_owner_is_nothing_to_the_other_and_is_taken_over(stack: Stack) -> None:
     key = tenant(stack, "outlives", "--concurrency", "32", "--rpm", "1000")
     before = asyncio.run(queues(stack))
@@ -178,6 +192,7 @@ def test_the_death_of_one_owner_is_nothing_to_the_other_and_is_taken_over(stack:
 
         wait_until(both_run, "both shards run something", 20)
         os.kill(stack.run.pids["scheduler"][victim], signal.SIGKILL)
+        asyncio.run(new_ones_are_served_by(stack, HOT, unless=before[SECOND]))
         answers = [each.result() for each in running]
     assert [answer.status_code for answer in answers] == [200] * 16, "what ran goes on"
     assert all(answer.json()["usage"]["completion_tokens"] == 100 for answer in answers)

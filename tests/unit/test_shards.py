@@ -38,6 +38,17 @@ def test_each_key_has_its_shard_and_keeps_it_unless_a_new_one_takes_it() -> None
     assert {shards.choose("m", 1, key) for key in keys} == {"m"}
 
 
+def test_a_key_turns_to_all_other_shards_and_those_of_one_shard_to_different_ones() -> None:
+    keys = [f"tenant {number}" for number in range(300)]
+    second: dict[str, set[str]] = {}
+    for key in keys:
+        first, others = shards.choose("m", 4, key), shards.others("m", 4, key)
+        assert sorted([first, *others]) == shards.names("m", 4)
+        second.setdefault(first, set()).add(others[0])
+    assert all(turned_to == {*shards.names("m", 4)} - {first} for first, turned_to in second.items())
+    assert shards.others("m", 1, "key") == []
+
+
 def test_shards_are_shown_as_one_model() -> None:
     def answer(model: str, waiting: int, *tenants: str, reason: str) -> QueueAnswer:
         lines = [
