@@ -164,6 +164,7 @@ class FrameBuffer:
         """Send what each turn has gathered, until cancelled."""
         while True:
             await self._wake.wait()
+            await asyncio.sleep(0)  # A quick engine's first chunk goes with the word that it was accepted.
             self._wake.clear()
             pending, self._pending = self._pending, {}
             for subject, frames in pending.items():

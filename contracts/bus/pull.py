@@ -14,7 +14,7 @@ from typing import Any, Self
 import msgspec
 import structlog
 
-from contracts.bus.handlers import contain, in_order, stop
+from contracts.bus.handlers import contain, contained, in_order, is_plain, stop
 from contracts.bus.jetstream import CONSUMER_RETRY_S, JetStream, remake_consumer
 from contracts.bus.session import Subscription
 from contracts.bus.types import BusError, Handler, Incoming
@@ -39,7 +39,8 @@ _CONSUMER_GONE = ("Consumer Deleted", "Consumer is push based", "Leadership Chan
 
 
 class PullConsumer:
-    """Takes messages as ``credit()`` allows and hands each to ``handler``, which sees to its ``ack``.
+    """Takes messages as ``credit()`` allows and hands each to ``handler``, which sees to its ``ack``. A plain function
+    is called as they are read, without a turn of the event loop; a coroutine is awaited before the next message.
 
     What is asked for and what the handler works on counts against ``credit()``, so a handler that takes a message
     must lower it before it returns. More is asked for while that is less than half of ``credit()``. With
@@ -67,6 +68,7 @@ class PullConsumer:
         self._stream = stream
         self._name = consumer_name(durable)
         self._handle = in_order(handler)
+        self._take = contained(handler) if is_plain(handler) else self._queue
         self._credit = credit
         self._recreate = recreate
         self._config: dict[str, Any] = {
@@ -115,7 +117,8 @@ class PullConsumer:
     def notify(self) -> None:
         """Look at ``credit()`` again now; otherwise it is looked at after each message, when a pull request ends,
         and every 2 s while none waits."""
-        self._wake.set()
+        if self._broken or self._lacking():
+            self._wake.set()
 
     async def close(self) -> None:
         """Ask for no more and let the handler's call end, within a time limit.
@@ -182,13 +185,18 @@ class PullConsumer:
             contain(f"credit of {self._name}", error)
             return 0
 
+    def _lacking(self) -> int:
+        """How many messages are to be asked for: topped up by halves, so that few big requests wait at the server, not
+        one for each message."""
+        room = self._room() - len(self._received)
+        missing = room - self._asked_total
+        return 0 if missing <= 0 or 2 * missing < room else missing
+
     async def _ask(self, now: float) -> None:
         if not self._session.connected or now < self._pause_until:
             return
-        room = self._room() - len(self._received)
-        missing = room - self._asked_total
-        if missing <= 0 or 2 * missing < room:
-            return  # topped up by halves: few big requests wait at the server, not one for each message
+        if not (missing := self._lacking()):
+            return
         batch = min(missing, PULL_BATCH_MAX)
         self._count += 1
         token = str(self._count)
@@ -208,8 +216,13 @@ class PullConsumer:
             self._status(message.headers.get("Status", ""), message)
             return
         self._asked_total = max(0, self._asked_total - 1)
-        if not self._asked_total:
+        if not self._closed:
+            self._take(message)
+        if not self._asked_total or self._lacking():
             self._wake.set()
+
+    def _queue(self, message: Incoming) -> None:
+        """For a handler that is awaited."""
         self._received.append(message)
         self._arrived.set()
 
@@ -271,7 +284,7 @@ class BatchConsumer(PullConsumer):
             stream,
             durable,
             subject_filter,
-            lambda message: None,
+            _in_batches,
             ack_wait_s=ack_wait_s,
             credit=lambda: 0 if self._busy else batch,
             max_ack_pending=max(1000, 4 * batch),
@@ -306,6 +319,10 @@ class BatchConsumer(PullConsumer):
                     await self._arrived.wait()
         except TimeoutError:
             pass
+
+
+async def _in_batches(message: Incoming) -> None:
+    """No message is handed over by itself."""
 
 
 def consumer_name(durable: str) -> str:

@@ -118,10 +118,13 @@ class Inference:
             prepared = await self._prepare(context, data, log)
             del data
             stream = log.stream = self._hub.listen(prepared.envelope)
-            submitting = self._hub.spawn(self._submit(prepared, stream, log))
+            submitting: asyncio.Task[None] | None = None
             try:
-                # With a key it goes on without its caller, who may come back.
-                await (asyncio.shield(submitting) if stream.idempotency_key else submitting)
+                if stream.idempotency_key:  # It goes on without its caller, who may come back.
+                    submitting = self._hub.spawn(self._submit(prepared, stream, log))
+                    await asyncio.shield(submitting)
+                else:
+                    await self._submit(prepared, stream, log)
                 del prepared  # The body is stored, and an answer may take minutes.
                 if stream.relay.joined:
                     exchange.answer_as(stream.request_id)
@@ -130,7 +133,7 @@ class Inference:
                 else:
                     await _write_answer(exchange, stream, caller, log)
             except asyncio.CancelledError:
-                if stream.idempotency_key:
+                if submitting is not None:
                     self._hub.spawn(self._cancel_unless_joined(stream, submitting))
                 else:
                     # Also before the request was stored: the scheduler remembers a cancel of an id it does not know.
