@@ -40,7 +40,8 @@ class Caller(asyncio.Protocol):
         self.transport: asyncio.Transport
         self.answer: Answer
         """The one under way, or the last one."""
-        self._done: asyncio.Future[Answer]
+        self.ended: asyncio.Future[Answer]
+        """Of that one."""
         self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -48,17 +49,17 @@ class Caller(asyncio.Protocol):
 
     def ask(self, request: bytes) -> "asyncio.Future[Answer]":
         self.answer = Answer(asked_at=time.perf_counter(), pauses=[])
-        self._done = asyncio.get_running_loop().create_future()
+        self.ended = asyncio.get_running_loop().create_future()
         self._tail = b""
         self.transport.write(request)
-        return self._done
+        return self.ended
 
     def data_received(self, data: bytes) -> None:
         now, answer = time.perf_counter(), self.answer
         if not answer.last_at:
             answer.last_at = now
-            if not data.startswith(b"HTTP/1.1 200 ") and not self._done.done():
-                self._done.set_exception(ConnectionError(data.decode(errors="replace")))
+            if not data.startswith(b"HTTP/1.1 200 ") and not self.ended.done():
+                self.ended.set_exception(ConnectionError(data.decode(errors="replace")))
         if count := data.count(b"data: {"):
             if answer.chunks:
                 answer.pauses.append(now - answer.last_at)
@@ -67,13 +68,13 @@ class Caller(asyncio.Protocol):
             answer.chunks += count
             answer.last_at = now
         self._tail = (self._tail + data[-len(END) :])[-len(END) :]
-        if self._tail == END and not self._done.done():
+        if self._tail == END and not self.ended.done():
             answer.ended_at = now
-            self._done.set_result(answer)
+            self.ended.set_result(answer)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if hasattr(self, "_done") and not self._done.done():
-            self._done.set_exception(ConnectionError("closed in the middle of an answer"))
+        if hasattr(self, "ended") and not self.ended.done():
+            self.ended.set_exception(ConnectionError("closed in the middle of an answer"))
 
 
 class Server(msgspec.Struct, frozen=True):
