@@ -58,6 +58,9 @@ def children(grammars: Grammars) -> list[int]:
         ("lark", 'start: "a" | "b"', "start: ("),
         ("regex", r"\\d{3}-\\d{4}", "("),
         ("json", '{"type": "object", "properties": {"a": {"type": "string", "maxLength": 20}}}', '{"type": 1}'),
+        ("json", '{"anyOf": [{"$ref": "#"}, {"type": "null"}]}', '{"$ref": "#"}'),
+        ("ebnf", 'root ::= "a" | root "b"', "root ::= root"),
+        ("regex", "a?", "[^\\x00-\\U0010ffff]"),
         ("structural_tag", '{"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}', "{}"),
     ],
 )

@@ -121,16 +121,26 @@ def _compile(compiler: Any, job: Job) -> int:
     match job.kind:
         case "json":
             separators = None if job.any_whitespace else (",", ":")
-            compiler.compile_json_schema(text, any_whitespace=job.any_whitespace, separators=separators)
+            made = compiler.compile_json_schema(text, any_whitespace=job.any_whitespace, separators=separators)
         case "regex":
-            compiler.compile_regex(text)
+            made = compiler.compile_regex(text)
         case "ebnf":
-            compiler.compile_grammar(text)
+            made = compiler.compile_grammar(text)
         case "lark":
-            compiler.compile_lark(text)
+            made = compiler.compile_lark(text)
         case "structural_tag":
-            compiler.compile_structural_tag(*_tag(text))
-    return 0
+            made = compiler.compile_structural_tag(*_tag(text))
+    return 0 if _begins(made) else _INVALID
+
+
+def _begins(made: Any) -> bool:
+    """Whether any token may come first: after ``root ::= root`` or ``{"$ref": "#"}`` none may, and the engine fails."""
+    import numpy
+    from xgrammar import GrammarMatcher
+
+    allowed = numpy.zeros((1, (made.tokenizer_info.vocab_size + 31) // 32), dtype=numpy.int32)
+    GrammarMatcher(made).fill_next_token_bitmask(allowed)
+    return bool(allowed.any())
 
 
 def _tag(text: str) -> tuple[Any, ...]:
