@@ -88,6 +88,7 @@ def refuse_fields(fields: dict[str, Any], reasons: Mapping[str, str]) -> None:
 
 
 _PATH = re.compile(r" - at `\$?(?P<path>[^`]*)`\Z")
+_VALUE = re.compile(r"Invalid enum value (.*)", re.DOTALL)
 _FIELD = re.compile(r"(missing required|unknown) field `(?P<field>[^`]+)`")
 
 
@@ -108,6 +109,9 @@ def invalid(error: msgspec.ValidationError) -> HeadraceError:
         steps.append(field["field"])
     param = ".".join(steps).replace("[...]", "") or None
     reason = _PATH.sub("", text)
+    if value := _VALUE.match(reason):
+        part = param is not None and param.endswith("].type") and "content[" in param
+        reason = f"{value[1]} is {'no part that is read here: send text' if part else 'none of its values'}"
     return HeadraceError("invalid_request", f"{param}: {reason}." if param else f"{reason}.", param=param)
 
 

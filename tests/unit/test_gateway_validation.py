@@ -505,3 +505,17 @@ def test_large_and_exact_numbers_survive() -> None:
     body = json_limits.decode(b'{"model":"m","prompt":"x","seed":9223372036854775807,"temperature":0.1}')
     fields = COMPLETIONS.validate(body, SIMULATED, None).fields
     assert msgspec.json.decode(msgspec.json.encode(fields)) == body
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].type: 'image_url' is no part that is read here: send text.",
+        ),
+        ({"messages": [{"role": "root", "content": "x"}]}, "messages[0].role: 'root' is none of its values."),
+    ],
+)
+def test_a_value_that_is_not_taken_is_said_in_words(change: dict[str, Any], said: str) -> None:
+    assert refused({"model": "m", "messages": []} | change).message == said
