@@ -11,6 +11,7 @@ BENCHES: list[list[str]] = [
     ["tests.bench.bench_requests", "--runs", "2"],
     ["tests.bench.bench_metrics"],
     ["tests.bench.bench_scheduler"],
+    ["tests.bench.bench_shards", "--requests", "5000"],
     ["tests.bench.bench_rollout", "5", "50"],
     ["tests.bench.bench_overload", "--seconds", "40"],
     ["tests.bench.bench_saturation", "--seconds", "8"],
