@@ -117,7 +117,7 @@ class Effects:
             case events.StoreTerminal(event):
                 self.spawn(self._store_terminal(event))
             case events.AckRequest(seq):
-                self.spawn(self._ack_request(seq))
+                self._ack_request(seq)
             case events.DeleteWork(seq):
                 self.spawn(self.delete(topology.WORK, seq))
             case events.DeleteBody(request_id, tenant):
@@ -185,11 +185,12 @@ class Effects:
 
     async def _store_work(self, effect: events.StoreWork) -> None:
         refused = events.WorkRefused(effect.request_id, effect.attempt)
-        try:
-            body = await self._body(effect.request_seq, effect.work_seq)
-        except BusError:
-            self._feed(refused)
-            return
+        if (body := self.bodies.body(effect.request_seq)) is None:
+            try:
+                body = await self._body(effect.request_seq, effect.work_seq)
+            except BusError:
+                self._feed(refused)
+                return
         request = self._core.awaits_work(effect)
         if request is None or not self._lease.held:
             return
@@ -349,7 +350,7 @@ class Effects:
         except BusError as error:
             log.error("request_not_kept", request_id=envelope.request_id, reason=str(error))
         if effect.request_seq:
-            await self._ack_request(effect.request_seq)
+            self._ack_request(effect.request_seq)
         if effect.work_seq:
             await self.delete(topology.WORK, effect.work_seq)
         if envelope.body_bytes:
@@ -371,11 +372,17 @@ class Effects:
         body = await self._body(effect.request_seq, effect.work_seq) or await self._large_body(effect.envelope)
         return sealed.seal(bytes(body), self._quarantine_key) if body else b""
 
-    async def _ack_request(self, seq: int) -> None:
+    def _ack_request(self, seq: int) -> None:
         message = self.bodies.pop(seq)
-        if message is not None and self._lease.held and await message.ack():
+        if message is None or not self._lease.held:
+            self.spawn(self.delete(topology.REQUESTS, seq))
             return
-        await self.delete(topology.REQUESTS, seq)
+
+        def told(acknowledged: asyncio.Future[bool]) -> None:
+            if acknowledged.cancelled() or not acknowledged.result():
+                self.spawn(self.delete(topology.REQUESTS, seq))
+
+        message.ack().add_done_callback(told)
 
     def _keep_rollout(self, progress: RolloutProgress) -> None:
         """One write at a time, of what is newest then."""

@@ -3,11 +3,12 @@
 import asyncio
 import contextlib
 import datetime
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Self
 
-from contracts.bus.handlers import in_order, stop
+from contracts.bus.handlers import contained, in_order, is_plain, stop
 from contracts.bus.jetstream import JetStream, remake_consumer
 from contracts.bus.session import Subscription
 from contracts.bus.types import BusError, Handler, Incoming, Unavailable
@@ -25,6 +26,8 @@ INACTIVE_S = 10.0
 
 class OrderedConsumer:
     """Hands each message of ``stream`` to ``handler``, once and in order, until ``close``; over restarts too.
+
+    A plain handler runs as a message is read.
 
     Starts at ``start_seq`` or at ``start_at_ms`` (Unix ms), else with what is stored from now on. Not for work-queue
     streams. A stream that vanishes is waited for.
@@ -52,6 +55,7 @@ class OrderedConsumer:
         self._stream = stream
         self._filter = subject_filter
         self._deliver = in_order(handler)
+        self._at_once = contained(handler) if is_plain(handler) else None
         self._start_seq = start_seq
         self._start_at_ms = start_at_ms
         self._snapshot = snapshot
@@ -63,6 +67,9 @@ class OrderedConsumer:
         self._consumer_seq = 0
         self._silent_s = SILENT_S
         self._current = False
+        self._open_for: object = None
+        """The queue of the consumer that is made and not given up."""
+        self._heard_at = 0.0
         self._inbox: Subscription | None = None
         self._arrived: deque[Incoming] = deque()
         self._wake = asyncio.Event()
@@ -83,6 +90,7 @@ class OrderedConsumer:
     async def close(self) -> None:
         """Hand on no more; a call of the handler that runs is cancelled."""
         self._session.readers.discard(self)
+        self._open_for = None
         if self._task is not None:
             await stop(self._task)
         await self._drop()
@@ -95,6 +103,7 @@ class OrderedConsumer:
 
     def _break(self, why: str) -> None:
         self._broken = why
+        self._open_for = None
         self._wake.set()
 
     async def _open(self) -> None:
@@ -108,6 +117,12 @@ class OrderedConsumer:
         wake = asyncio.Event()
 
         def receive(message: Incoming) -> None:
+            self._heard_at = time.monotonic()
+            if self._at_once is not None and self._open_for is arrived and not arrived:
+                if self._is_next(message):
+                    self._at_once(message)
+                    self._handed_over(message)
+                return
             arrived.append(message)
             wake.set()
 
@@ -141,6 +156,8 @@ class OrderedConsumer:
             self._on_start(set_back)
             if info["num_pending"] == 0:
                 self._caught_up()
+        self._heard_at = time.monotonic()
+        self._open_for = None if self._broken else arrived
 
     def _start_at(self) -> dict[str, Any]:
         if self._snapshot:
@@ -161,11 +178,13 @@ class OrderedConsumer:
                     await self._take(self._arrived.popleft())
                     continue
                 self._wake.clear()
-                try:
-                    async with asyncio.timeout(self._silent_s):
-                        await self._wake.wait()
-                except TimeoutError:
+                left_s = self._heard_at + self._silent_s - time.monotonic()
+                if left_s <= 0:
                     self._break("no heartbeat")
+                    break
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await self._wake.wait()
             if self._session.connected:  # unsubscribing alone leaves the consumer on the server
                 self._session.spawn(self._delete(self._consumer))
             await remake_consumer("ordered", self._stream, self._consumer, self._broken, self._open)
@@ -181,33 +200,41 @@ class OrderedConsumer:
             await self._jetstream.delete_consumer(self._stream, consumer, timeout_s=1.0)
 
     async def _take(self, message: Incoming) -> None:
+        if self._is_next(message):
+            await self._deliver(message)
+            self._handed_over(message)
+
+    def _is_next(self, message: Incoming) -> bool:
+        """Whether the message is to be handed over: it is no word of the server's, and none before it was missed."""
         if not message.reply.startswith("$JS.ACK."):
-            await self._control(message.headers.get("Status", ""), message)
-            return
+            self._control(message.headers.get("Status", ""), message)
+            return False
         self._consumer_seq += 1
         if message.consumer_seq != self._consumer_seq:
             self._break(f"message {message.consumer_seq} of the consumer came as number {self._consumer_seq}")
-            return
+            return False
         self._position = message.stream_seq
-        await self._deliver(message)
+        return True
+
+    def _handed_over(self, message: Incoming) -> None:
         if not self._current and message.pending == 0:
             self._caught_up()
 
-    async def _control(self, status: str, message: Incoming) -> None:
+    def _control(self, status: str, message: Incoming) -> None:
         if status != "100":
             self._break(f"{status} {message.headers.get('Description', '')}")
         elif message.reply:  # flow control: answered in turn, so a slow handler holds the server back
-            await self._answer(message.reply)
+            self._answer(message.reply)
         elif (stalled := message.headers.get("Nats-Consumer-Stalled")) is not None:
-            await self._answer(stalled)
+            self._answer(stalled)
         elif int(message.headers.get("Nats-Last-Consumer", "0")) != self._consumer_seq:
             self._break("messages were lost")
         elif not self._current:
             self._caught_up()  # the rest of the snapshot was deleted meanwhile
 
-    async def _answer(self, reply: str) -> None:
+    def _answer(self, reply: str) -> None:
         try:
-            await self._session.publish(reply, b"")
+            self._session.send(reply, b"")
         except Unavailable:
             pass  # disconnected: the reconnect makes another consumer
 

@@ -264,8 +264,8 @@ class Session:
         if size > self.max_payload:
             raise TooLarge(f"{size} bytes with headers; the server takes {self.max_payload}")
 
-    async def confirm_ack(self, reply: str) -> bool:
-        """Send an ack and wait for the server's word, a few times; False when it stays unconfirmed.
+    def confirm_ack(self, reply: str) -> "asyncio.Future[bool]":
+        """Send an ack and have the server's word, after a few tries; False when it stays unconfirmed.
 
         Acks of one consumer that come while one waits for its word are sent together after it, and share theirs: the
         server takes them in their order.
@@ -277,7 +277,7 @@ class Session:
         if consumer not in self._acking:
             self._acking.add(consumer)
             self.spawn(self._send_acks(consumer))
-        return await confirmed
+        return confirmed
 
     async def _send_acks(self, consumer: str) -> None:
         try:

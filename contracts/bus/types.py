@@ -1,5 +1,6 @@
 """What the bus hands out and raises: received messages, entries, errors, and the counters that make trouble visible."""
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
@@ -96,7 +97,7 @@ class Sender(Protocol):
 
     def dropped(self, inner: Any) -> None: ...
 
-    async def confirm_ack(self, reply: str) -> bool: ...
+    def confirm_ack(self, reply: str) -> asyncio.Future[bool]: ...
 
 
 class Incoming:
@@ -165,12 +166,12 @@ class Incoming:
         elif self.reply:
             REPLIES_REFUSED.inc()
 
-    async def ack(self) -> bool:
-        """Acknowledge to the consumer and wait until the server has it; False when that stays unconfirmed.
+    def ack(self) -> asyncio.Future[bool]:
+        """Acknowledge to the consumer; what comes is whether the server has it, False when that stays unconfirmed.
 
         An ack is no fence: it also settles what another worker runs after a redelivery.
         """
-        return await self._sender.confirm_ack(self.reply)
+        return self._sender.confirm_ack(self.reply)
 
 
 def consumer_of(reply: str) -> str | None:

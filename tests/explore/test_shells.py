@@ -365,7 +365,7 @@ class Early(Effects):
     """Acknowledges a request before WORK has its attempt."""
 
     async def _store_work(self, effect: events.StoreWork) -> None:
-        await self._ack_request(effect.request_seq)
+        self._ack_request(effect.request_seq)
         await super()._store_work(effect)
 
 

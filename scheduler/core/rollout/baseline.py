@@ -14,7 +14,7 @@ WINDOW = 200
 VALUES_MIN = 20
 """With fewer there is no percentile, and nobody is measured by it."""
 RENEWED_EVERY = 10
-"""Values between two looks: sorting each time would cost more than the rest of the judge."""
+"""Values at least between two looks: sorting each time would cost more than the rest of the judge."""
 
 QUANTILES: dict[Criterion, float] = {"first_token": 0.90, "pauses": 0.90, "length": 0.95}
 
@@ -77,20 +77,22 @@ class Baseline:
         for key, value in measured.items():
             window = self._values.setdefault(key, deque(maxlen=WINDOW))
             window.append(value)
-            since = self._since.get(key, RENEWED_EVERY) + 1
-            if len(window) >= VALUES_MIN and since >= RENEWED_EVERY:
-                ranked = sorted(window)
-                self._thresholds[key] = ranked[math.ceil(quantile_of(key) * len(ranked)) - 1]
-                since = 0
-            self._since[key] = since
+            self._since[key] = self._since.get(key, RENEWED_EVERY) + 1
 
     def threshold(self, key: str) -> float | None:
         """What lies above is bad; None while that is not known."""
+        window = self._values.get(key, ())
+        if len(window) >= VALUES_MIN and self._since[key] >= RENEWED_EVERY:
+            ranked = sorted(window)
+            self._thresholds[key] = ranked[math.ceil(quantile_of(key) * len(ranked)) - 1]
+            self._since[key] = 0
         return self._thresholds.get(key)
 
     @property
     def thresholds(self) -> dict[str, float]:
         """All that are known, for the next owner."""
+        for key in self._values:
+            self.threshold(key)
         return dict(self._thresholds)
 
     def restore(self, thresholds: dict[str, float]) -> None:
