@@ -172,7 +172,8 @@ class Recovery:
         request = msgspec.structs.replace(item.request, body=NOTHING)
         return events.WorkFound(msgspec.structs.replace(item, request=request), message.stream_seq)
 
-    def _on_request(self, message: Incoming) -> None:
+    async def _on_request(self, message: Incoming) -> None:
+        # Awaited, so in a later turn: a cancel that was read with it comes before it, and it never runs.
         self._last_request_seq = max(self._last_request_seq, message.stream_seq)
         envelope = decoded(ENVELOPE, message, "request_undecodable")
         if envelope is None:
