@@ -528,7 +528,7 @@ class Pool:
             context=self._context,
             running=len(machine.running),
             waiting=len(machine.waiting),
-            prefill_tokens_total=machine.prompt_tokens,
+            prefill_tokens_total=machine.computed(now_ms),
             decode_tokens_total=machine.output_tokens + given,
             in_flight=in_flight,
             sent_at_ms=int(now_ms),

@@ -80,7 +80,7 @@ class Machine:
         self.waiting: deque[Job] = deque()
         self.begun: list[Job] = []
         self.prompt_tokens = 0
-        """Computed so far."""
+        """Of what has begun: computed, or next to be."""
         self.cached_tokens = 0
         self.output_tokens = 0
         self.preemptions = 0
@@ -116,6 +116,11 @@ class Machine:
         self.output_tokens += job.given
         self._fill(now_ms)
         return job
+
+    def computed(self, now_ms: float) -> int:
+        """Prompt tokens computed by then."""
+        left_ms = max(0.0, self._prefill_free_ms - now_ms)
+        return self.prompt_tokens - round(left_ms * self.timing.prefill_tps / 1000)
 
     def held(self, given: int) -> int:
         """KV tokens in use when what runs has ``given`` so many tokens."""

@@ -436,8 +436,8 @@ class Core(Lifecycle):
         if beat.worker in self.pool.evicted:
             self.do(events.SendControl(beat.worker, Evict(epoch=self.epoch)))
             return
-        self.replicas.heard(beat, self.now_ms)
         worker, in_flight = self.pool.seen(beat)
+        self.replicas.heard(beat, self.now_ms, computing=worker.load.prompts.enough)
         if beat.epoch < self.epoch:
             self.do(events.SendControl(beat.worker, Announce(epoch=self.epoch)))
         elif beat.cache_number != max(0, worker.cache_number):

@@ -4,7 +4,7 @@ Demand is what came in the last WINDOW_MS, what was refused for want of capacity
 measured to do. Each of these bounds says how many workers are needed, the largest decides, the spare ones are added:
 
 - throughput: (prompt tokens/s x A + output tokens/s x B) / 0.8, and what waits worked off within DRAIN_MS. A and B are
-  a worker's seconds for a token of each, fitted to time in which its slots were full.
+  a worker's seconds for a token of each, fitted to time in which its slots were full or it had prompts enough.
 - kv_cache: requests/s x E[(P + G/2) x T] / (0.9 x K): the tokens held at once, T from dispatch to end.
 - slots: sequences/s x E[T] / S.
 - running: what runs now, by its reservations; nothing that runs has to be cut off.
@@ -42,7 +42,7 @@ MEMORY = 0.98
 """A mean forgets half within 34 ended requests."""
 FIT_MEMORY = 0.97
 FIT_MS = 1_000
-"""Least span of a worker's full slots that is a sample of its speed."""
+"""Least span at a worker's limit that is a sample of its speed."""
 REFUSED_MAX = 4096
 """Bodies of refused requests that are remembered, so that whoever asks again within the window counts once."""
 
@@ -50,7 +50,7 @@ REFUSED_MAX = 4096
 class Speed:
     """A worker's seconds for a prompt token that it computes and for one that it generates: never negative.
 
-    Least squares over spans with full slots, the latest counting most.
+    Least squares over spans in which it did all that it could, the latest counting most.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Speed:
         return self.prompt_s > 0 or self.output_s > 0
 
     def fit(self, prompt: int, output: int, span_s: float) -> None:
-        """Within ``span_s`` a worker whose slots were full did so many tokens of each."""
+        """Within ``span_s`` a worker at its limit did so many tokens of each."""
         if span_s <= 0 or prompt + output <= 0:
             return
         self._pp = self._pp * FIT_MEMORY + prompt * prompt
@@ -136,7 +136,7 @@ class _Bucket:
 
 
 class _Seen:
-    """A worker's counters where a span began in which its slots have been full, and since when it has been loading."""
+    """A worker's counters where a span at its limit began, and since when it has been loading."""
 
     __slots__ = ("loading_since_ms", "output", "prompt", "since_ms")
 
@@ -186,15 +186,18 @@ class ReplicaPlanner:
         """An attempt ended, so long after its dispatch."""
         self.means.take(used.prompt_tokens, used.cached_tokens, used.completion_tokens, choices, span_ms / 1000)
 
-    def heard(self, beat: WorkerHeartbeat, now_ms: int) -> None:
-        """A worker's heartbeat: how fast it is while its slots are full, and how long it took to be ready."""
+    def heard(self, beat: WorkerHeartbeat, now_ms: int, *, computing: bool = False) -> None:
+        """A worker's heartbeat: how fast it is while it does all that it can, and how long it took to be ready.
+
+        ``computing``: it has prompts enough, so that it gets no more to fill its slots with.
+        """
         seen = self._seen.get(beat.worker)
         if seen is None:
             seen = self._seen[beat.worker] = _Seen(now_ms if beat.state == "starting" else 0)
         if beat.state == "ready" and seen.loading_since_ms:
             self.warm_up_ms = now_ms - seen.loading_since_ms
             seen.loading_since_ms = 0
-        if beat.state != "ready" or beat.running < beat.slots or not beat.slots:
+        if beat.state != "ready" or not beat.slots or (beat.running < beat.slots and not computing):
             seen.since_ms = 0
             return
         span_ms = now_ms - seen.since_ms
@@ -202,7 +205,8 @@ class ReplicaPlanner:
             return
         if seen.since_ms and beat.decode_tokens_total >= seen.output:
             prompt, output = beat.prefill_tokens_total - seen.prompt, beat.decode_tokens_total - seen.output
-            self.speed.fit(max(0, prompt), output, span_ms / 1000)
+            # What generates meanwhile takes next to nothing from an engine that is busy with prompts.
+            self.speed.fit(max(0, prompt), 0 if computing else output, span_ms / 1000)
         seen.since_ms, seen.prompt, seen.output = now_ms, beat.prefill_tokens_total, beat.decode_tokens_total
 
     def wait_for_worker_ms(self, now_ms: int) -> int:

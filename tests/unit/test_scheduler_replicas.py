@@ -101,6 +101,20 @@ def test_one_mixture_alone_says_what_that_mixture_takes(mixture: tuple[int, int]
     assert prompt * speed.prompt_s + output * speed.output_s == pytest.approx(2.0)
 
 
+def test_a_worker_with_prompts_enough_shows_its_speed_though_slots_are_free() -> None:
+    """It gets no more while prompts wait in its engine, so that its slots are never full."""
+    fleet = Fleet(1)
+    for computing in (False, True):
+        for second in range(20):
+            done = 4_000 * second
+            beat = fleet._beat("w0", running=3, prefill_tokens_total=done, decode_tokens_total=done // 20)
+            fleet.planner.heard(beat, fleet.now_ms, computing=computing)
+            fleet.now_ms += 1_000
+        assert fleet.planner.speed.known is computing
+    assert 1 / fleet.planner.speed.prompt_s == pytest.approx(4_000)
+    assert fleet.planner.speed.output_s == 0, "nothing is known of answers"
+
+
 def test_one_long_prompt_weighs_as_many_short_ones() -> None:
     """The same tokens a second, in 100 requests or in one: the same throughput is needed."""
     needed = []

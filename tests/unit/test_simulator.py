@@ -173,6 +173,13 @@ def test_counting_requests_follows_the_rule_of_kubernetes() -> None:
     assert count.desired(400_000, 10, 14) == 1
 
 
+def test_prompts_are_computed_one_after_the_other_and_counted_as_they_are() -> None:
+    machine = Machine("w", 0, Timing(slots=4, kv_tokens=100_000, prefill_tps=1_000, itl_ms=10), 0)
+    for number in range(3):
+        machine.add(Job((f"r{number}", 1), 500, 10, ()), 0)
+    assert [machine.computed(now_ms) for now_ms in (0, 250, 1_000, 1_500, 9_000)] == [0, 250, 1_000, 1_500, 1_500]
+
+
 def test_a_full_cache_preempts_the_youngest() -> None:
     machine = Machine("w", 0, Timing(slots=4, kv_tokens=1_000, prefill_tps=1e6, itl_ms=10), 0)
     for number in range(3):
