@@ -159,7 +159,8 @@ class AdmissionControl:
 
     def pass_time(self, now_ms: int) -> None:
         """Measure what was worked off, and let retry reservations expire."""
-        self.throughput.pass_time(now_ms, saturated=len(self._queue) > 0)
+        running = self.reserved_tokens - self.waiting_tokens
+        self.throughput.pass_time(now_ms, saturated=len(self._queue) > 0, running_tokens=running)
         self.retry_reservations.pass_time(now_ms)
 
     def reserve(self, request: Request, now_ms: int) -> None:
@@ -298,7 +299,7 @@ class AdmissionControl:
         own = (quota.waiting_tokens + own_retries + cost.total) / weight
         fair = (own + self._queue.lead(tenant)) * weights
         before = PREDICTION_MARGIN * min(float(total), fair)
-        wait_ms = self.throughput.wait_ms(before, self.reserved_tokens - self.waiting_tokens)
+        wait_ms = self.throughput.wait_ms(before)
         if prompts_per_ms:
             prompts = (self.waiting_input_tokens + cost.input_tokens) / (self.waiting_tokens + cost.total)
             wait_ms = max(wait_ms, math.ceil(before * prompts / prompts_per_ms))

@@ -8,6 +8,7 @@ from contracts.messages.records import TenantLimits, TenantRecord
 from scheduler.core.admission import RETRY_AFTER_S_MAX, AdmissionControl
 from scheduler.core.fair_queue import FairQueue
 from scheduler.core.request import Request
+from scheduler.core.throughput import ThroughputEstimate
 from tests.support.scheduler_world import record
 
 TOKENS = 60
@@ -19,7 +20,7 @@ def slow_pool() -> AdmissionControl:
     """A pool without room that has worked off 10 tokens a second for as long as it remembers."""
     admission = AdmissionControl(record(), FairQueue(ageing_ms=1_000_000), 0)
     admission.throughput.done(100 * TOKENS_PER_S, 1000)
-    admission.throughput.pass_time(100_000, saturated=True)
+    admission.throughput.pass_time(100_000, saturated=True, running_tokens=0)
     return admission
 
 
@@ -37,6 +38,21 @@ def refusal(admission: AdmissionControl, number: int) -> HeadraceError:
     with pytest.raises(HeadraceError) as caught:
         admission.check(asked, 100_000, has_room=False)
     return caught.value
+
+
+def test_who_hangs_up_after_the_queue_makes_nobody_slower() -> None:
+    """A burst waited for a second, nothing of it ended meanwhile, and then all of it was cancelled."""
+    throughput = ThroughputEstimate(0)
+    throughput.pass_time(1_000, saturated=True, running_tokens=50_000)
+    throughput.done(100, 900)
+    throughput.pass_time(1_100, saturated=True, running_tokens=50_000)
+    throughput.done(50_000, 1_500)
+    throughput.pass_time(2_000, saturated=False, running_tokens=0)
+    assert throughput.wait_ms(10_000) < 1_000, "it was never seen how long that much takes"
+    for second in range(3, 60):
+        throughput.done(1_000, 5_000)
+        throughput.pass_time(second * 1_000, saturated=True, running_tokens=5_000)
+    assert throughput.wait_ms(10_000) == pytest.approx(10_000, rel=0.1), "and now it was"
 
 
 def test_many_prompts_reserve_each_prompt_once() -> None:
