@@ -81,6 +81,8 @@ class Lifecycle:
         """Ends of waiting requests, put off while ``recovering``."""
         self.clearing: dict[str, Clearing] = {}
         """Of the requests in this state."""
+        self.lost_workers = 0
+        """Those whose death was noticed; for metrics."""
         self._scan_again = False
         self.now_ms = now_ms
         """Of the present step, Unix ms."""

@@ -7,7 +7,7 @@ import pytest
 from contracts.messages.base import IdempotencyKey
 from contracts.messages.control import CancelReason, CancelRequest, StreamOwnerHeartbeat
 from scheduler.core import events, idempotency
-from scheduler.core.core import READERS_MAX
+from scheduler.core.asking import READERS_MAX
 from scheduler.core.idempotency import KEPT_MS, IdempotencyKeys
 from scheduler.core.transitions import State
 from tests.support.scheduler_world import World
