@@ -1,5 +1,6 @@
 """``headrace price``: prices by model, version and tier, records in a bucket like tenants."""
 
+import sys
 from typing import Annotated
 
 import typer
@@ -33,6 +34,7 @@ def price_set(
     as_json: JsonOption = False,
 ) -> None:
     """Set a model's prices from a day on, until a later price begins."""
+    from contracts import registry
     from contracts.forms import NewPrice
 
     name, _, version = model.partition("@")
@@ -49,6 +51,8 @@ def price_set(
         backdate=backdate,
     )
     prices = administer(data_dir, lambda do: do.set_prices(form)).data
+    if not on_bus(data_dir, lambda bus, _: registry.is_known(bus, name)):
+        print(f"note: there is no model {name!r} yet; the price waits for it", file=sys.stderr)
     lines = [f"price of {model}, {price.tier}, from {price.valid_from}" for price in prices]
     show(prices, "\n".join(lines), as_json=as_json)
 

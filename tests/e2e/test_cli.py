@@ -58,7 +58,10 @@ def test_no_key_is_made_that_cannot_be_written(stack: Stack, tmp_path: Path) -> 
 
 def _prices_are_listed_as_they_were_set(stack: Stack) -> None:
     tomorrow = (day_with(20) + timedelta(days=1)).date().isoformat()
-    stack.cli_json("price", "set", "cli", "--input", "0.15", "--output", "0.6", "--cached", "0.075")
+    set_now = stack.cli("price", "set", "cli", "--input", "0.15", "--output", "0.6", "--cached", "0.075")
+    assert set_now.returncode == 0 and "no model 'cli' yet" in set_now.stderr, "a slip of the pen is seen"
+    known = stack.cli("price", "set", "added", "--input", "1", "--output", "1")
+    assert known.returncode == 0 and known.stderr == ""
     stack.cli_json(
         "price", "set", "cli", "--input", "0.05", "--output", "0.2", "--tier", "batch", "--from", "2099-01-01"
     )
