@@ -47,8 +47,6 @@ CREDENTIALS_TICKS = 4
 """Between two looks at the files of the credentials."""
 UNTAKEN_BYTES_MAX = 64 << 10
 """Written and not taken by the socket; what is more waits with us, and is dropped when the connection is lost."""
-ASIDE = b"\0"
-"""Given to the library's task in the place of lines that were put aside for it."""
 _AT_ONCE = struct.pack("ii", 1, 0)
 """SO_LINGER without a time: the kernel drops what it has yet to send."""
 _ENDED = re.compile(r"^'(authorization violation|.*authentication|maximum )")
@@ -151,21 +149,6 @@ class Client(LibraryClient):
             return
         pending, self._pending, self._pending_data_size = self._pending, [], 0
         self._transport.writelines(pending)
-
-    async def _read_loop(self) -> None:
-        """The library's, past which messages go: they are handed on as the socket is read, without its buffer and its
-        task, which get what else the server says.
-        """
-        reader = self._transport._io_reader
-        buffer = reader.feed_data
-
-        def take_in(data: bytes) -> None:
-            behind = reader._buffer or not self.is_connected or self._transport._io_reader is not reader
-            if behind or self._ps.take_in(data):
-                buffer(data if behind else ASIDE)
-
-        reader.feed_data = take_in
-        await super()._read_loop()
 
     async def _connect_to_server(self, s: Any) -> None:
         self.abort()
@@ -285,33 +268,16 @@ class _Parser:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._reader = wire.Reader(client.hand_on)
-        self._aside: list[bytes] = []
         self.heard = 0
         """How often something came."""
-
-    def reset(self) -> None:
-        """The next bytes are those of another connection."""
-        self._reader.reset()
-        self._aside = []
-
-    def take_in(self, data: bytes) -> bool:
-        """Hand on the messages of what came in; whether there is something for ``parse`` to do, by ASIDE."""
-        self.heard += 1
-        try:
-            self._aside += self._reader.feed(data)
-        except wire.Malformed as error:
-            self._aside.append(str(error).encode())
-        return bool(self._aside)
+        self.reset = self._reader.reset
 
     async def parse(self, data: bytes = b"") -> None:
-        """What came in, taken apart, after what was put aside; raises the library's ProtocolError."""
+        """What came in, taken apart; raises the library's ProtocolError."""
         client = self._client
-        lines, self._aside = self._aside, []
-        if lines:
-            data = data.removeprefix(ASIDE)
         self.heard += 1
         try:
-            lines += self._reader.feed(data)
+            lines = self._reader.feed(data)
         except wire.Malformed as error:
             raise nats.errors.ProtocolError(f"nats: {error}") from error
         for line in lines:

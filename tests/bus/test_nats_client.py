@@ -49,9 +49,6 @@ PRIVATE = {
     "_pending_size": ("bytes of them", lambda v: isinstance(v, int)),
     "_pending_bytes_limit": ("at most", lambda v: v > 0),
     "_flush_queue": ("wakes the task that writes and waits for the socket", lambda v: hasattr(v, "put_nowait")),
-    "_read_loop": ("overridden, so that messages go past the stream reader", inspect.ismethod),
-    "_io_reader": ("the stream reader in _transport, whose feed_data is ours", lambda v: callable(v.feed_data)),
-    "_buffer": ("in _io_reader: what the library's task has yet to read", lambda v: not v),
     "_connect_to_server": ("overridden, so that the socket of a failed try is not leaked", inspect.ismethod),
     "_connect_command": ("overridden, so that nothing secret goes over a connection without TLS", inspect.ismethod),
     "_process_err": ("overridden, so that a user who is refused once may come back", inspect.ismethod),
@@ -72,8 +69,7 @@ async def test_a_connected_client_has_the_private_parts_that_are_used(name: str,
     client = (await connect()).session._client
     meaning, fits = PRIVATE[name]
     [subscription] = client._subs.values()  # of the inbox
-    owner: Any = client._transport if name in ("_io_writer", "_io_reader") else client
-    owner = client._transport._io_reader if name == "_buffer" else owner
+    owner: Any = client._transport if name == "_io_writer" else client
     owner = subscription if name.startswith("_pending_") and name != "_pending_data_size" else owner
     assert hasattr(owner, name), f"nats-py has no {name} any more ({meaning}): look for what took its place"
     value = getattr(owner, name)
@@ -137,7 +133,7 @@ def test_the_table_names_all_private_parts_that_the_adapter_uses() -> None:
     accessed |= {node.name for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef | ast.FunctionDef)}
     accessed |= {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)} & set(PRIVATE)
     own = {"_session", "_revive", "_credentials", "_stamp", "_sign", "_client", "_reader"}
-    own |= {"_aside", "_direct", "_pace", "_write", "_write_due", "_queue_up"}
+    own |= {"_direct", "_pace", "_write", "_write_due", "_queue_up"}
     assert {name for name in accessed if name.startswith("_") and not name.endswith("__")} - own == set(PRIVATE)
 
 
