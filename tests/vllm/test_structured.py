@@ -71,6 +71,9 @@ async def test_100_random_schemas_give_100_valid_documents(vllm_stack: Stack) ->
         }
         async with free:
             response = await client.post("/v1/chat/completions", json=body, timeout=300)
+            while response.status_code == 529:  # A gateway beside an engine on two cores may be late.
+                await asyncio.sleep(float(response.headers["retry-after"]))
+                response = await client.post("/v1/chat/completions", json=body, timeout=300)
         text = response.text
         try:
             text = response.json()["choices"][0]["message"]["content"]
